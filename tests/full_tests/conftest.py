@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from tests.full_tests import adapters, tiny_models
 from tests.full_tests.server import Server
-from tests.full_tests.workload import Plain, Request, without_drafts
+from tests.full_tests.workload import Plain, Request, mixed_requests, without_drafts
 from vllm_gaudi_spec.environment import cache_folder
 
 
@@ -64,6 +64,11 @@ def tiny_llama(tiny: Callable[[str], str]) -> str:
 def looping_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny Llama whose text runs in circles."""
     return tiny_models.save(tiny_models.looping_llama, tmp_path_factory.mktemp("looping"))
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    return mixed_requests(48)
 
 
 @pytest.fixture(scope="module")

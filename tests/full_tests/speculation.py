@@ -10,6 +10,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.full_tests.engines import counter, engine
 
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "coupled": dict(draft_sample_method="coupled", rejection_sample_method="strict"),
+    "standard": dict(draft_sample_method="probabilistic", rejection_sample_method="standard"),
+    "block": dict(draft_sample_method="probabilistic", rejection_sample_method="block"),
+}
+"""Ways to sample drafts and to accept them."""
+
 
 def ngram(k: int = 3, lookup: tuple[int, int] = (1, 4), **options: Any) -> dict[str, Any]:
     """Eager to draft: one token seen before is enough."""

@@ -19,21 +19,16 @@ from tests.full_tests.captured import Reference, captured, programs_are_the_mani
 from tests.full_tests.engines import counter, engine, first_tokens, generate
 from tests.full_tests.parallel_checkpoints import MASK
 from tests.full_tests.ranks import ranks_agree
-from tests.full_tests.speculation import METHODS, accepted, ngram, record_drafts, speculating
+from tests.full_tests.speculation import METHODS, MODES, accepted, ngram, record_drafts, speculating
 from tests.full_tests.test_block_drafters import TARGET, check_drafts_on_card
 from tests.full_tests.test_mtp import check_every_draft
-from tests.full_tests.workload import Request, mixed_requests, run_together
+from tests.full_tests.workload import Request, run_together
 from vllm_gaudi_spec.device_table import describe_device
 
 pytestmark = pytest.mark.cuda
 
 SIZES: dict[str, Any] = dict(max_num_seqs=6, max_model_len=512, max_num_batched_tokens=256)
 BOTH = dict(SIZES, enable_prefix_caching=True)
-
-
-@pytest.fixture(scope="module")
-def requests() -> list[Request]:
-    return mixed_requests(48)
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +68,6 @@ def test_drafters_without_a_model_are_lossless(
             alone.check(requests, run_together(llm, requests))
         assert accepted(llm) > 50
         reads_once(llm)
-
-
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "coupled": dict(draft_sample_method="coupled", rejection_sample_method="strict"),
-    "standard": dict(draft_sample_method="probabilistic", rejection_sample_method="standard"),
-    "block": dict(draft_sample_method="probabilistic", rejection_sample_method="block"),
-}
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from tests.full_tests.captured import Reference, captured, programs_are_the_mani
 from tests.full_tests.engines import SMALL_KV, counter, engine, preemptions
 from tests.full_tests.heads import METHODS, head, target
 from tests.full_tests.ranks import ranks_agree
-from tests.full_tests.speculation import accepted, ngram, speculating, suffix
-from tests.full_tests.workload import Request, mixed_requests, run_together
+from tests.full_tests.speculation import MODES, accepted, ngram, speculating, suffix
+from tests.full_tests.workload import Request, run_together
 from tests.support.marks import quick_and_slow
 from vllm_gaudi_spec.device_table import describe_device, load_backend
 from vllm_gaudi_spec.environment import gaudi_is_lazy
@@ -30,11 +30,6 @@ pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("own_cache")]
 # Few rows: each size of a batch is a program for every branch of sampling.
 SIZES: dict[str, Any] = dict(max_num_seqs=6, max_model_len=512, max_num_batched_tokens=256)
 BOTH = dict(SIZES, enable_prefix_caching=True)
-
-
-@pytest.fixture(scope="module")
-def requests() -> list[Request]:
-    return mixed_requests(48)
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +50,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "suffix, preempted": (suffix(5), SIZES | SMALL_KV | dict(block_size=32)),
 }
 
-MARKS: dict[str, list[pytest.MarkDecorator]] = {"ngram": [], "suffix, preempted": [pytest.mark.slow]}
 
-
-@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS[case]) for case in CASES])
+@pytest.mark.parametrize("case", quick_and_slow(["ngram"], CASES))
 def test_drafters_without_a_model_are_lossless(
     case: str, looping_llama: str, requests: list[Request], alone: Reference
 ) -> None:
@@ -73,14 +66,8 @@ def test_drafters_without_a_model_are_lossless(
             assert preemptions(llm) > 0
 
 
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "coupled": dict(draft_sample_method="coupled", rejection_sample_method="strict"),
-}
-
-
 @pytest.mark.slow  # drafters that are models: test_emulated_models.py, and the universal one below
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
 def test_draft_model_is_lossless(mode: str, looping_llama: str, requests: list[Request], alone: Reference) -> None:
     """The target drafts for itself: what it drafts for greedy requests, and with the same noise, is right."""
     config = dict(method="draft_model", model=looping_llama, num_speculative_tokens=3, **MODES[mode])
@@ -99,7 +86,7 @@ def test_every_number_of_drafts_is_lossless(
     rng = random.Random(0)
     monkeypatch.setattr(StepTimes, "choose", lambda times, *args, **named: rng.choice(times._choices))
     config = dict(method="draft_model", model=looping_llama, num_speculative_tokens=4)
-    config |= dict(draft_sample_method="probabilistic", rejection_sample_method="block")
+    config |= MODES["block"]
     few, before = requests[:16], captured()
     options = BOTH | dict(max_num_seqs=2)  # there are many graphs for each number of rows
     with speculating(looping_llama, config | dict(enable_adaptive_verification=True), **options) as llm:

@@ -12,7 +12,7 @@ from tests.full_tests.adapters import LORA, PROMPTS, Adapter, Merged, Tokens, ch
 from tests.full_tests.engines import SMALL_KV, engine, preemptions
 from tests.full_tests.heads import head, target, texts
 from tests.full_tests.server import Server
-from tests.full_tests.speculation import accepted, ngram, speculating, suffix
+from tests.full_tests.speculation import MODES, accepted, ngram, speculating, suffix
 from tests.support.marks import quick_and_slow
 
 
@@ -24,12 +24,7 @@ def expected(looping_llama: str, loras: list[Adapter]) -> list[Tokens]:
 
 DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "draft_model, coupled": (
-        dict(
-            method="draft_model",
-            num_speculative_tokens=3,
-            draft_sample_method="coupled",
-            rejection_sample_method="strict",
-        ),
+        dict(method="draft_model", num_speculative_tokens=3, **MODES["coupled"]),
         dict(enable_prefix_caching=True),
     ),
     "draft_model, preempted": (

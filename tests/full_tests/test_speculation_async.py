@@ -11,7 +11,7 @@ from tests.full_tests import heads
 from tests.full_tests.engines import SMALL_KV, counter, preemptions
 from tests.full_tests.speculation import accepted, ngram, speculating
 from tests.full_tests.test_draft_model import COUPLED, name
-from tests.full_tests.workload import Plain, Request, check_same, mixed_requests, run_together
+from tests.full_tests.workload import Plain, Request, check_same, run_together
 from tests.support.marks import quick_and_slow
 
 
@@ -68,11 +68,6 @@ def pair(drafter: Drafter, looping_llama: str, request: pytest.FixtureRequest) -
     return Pair(
         looping_llama, lambda k, **options: dict(method=method, model=path, num_speculative_tokens=k, **options)
     )
-
-
-@pytest.fixture(scope="module")
-def requests() -> list[Request]:
-    return mixed_requests(48)
 
 
 # The contracts differ in how a request comes back after preemption.

@@ -423,20 +423,9 @@ FORMAT_CASES |= {
 FORMAT_CASES |= {
     f"{name}@bf16": replace(FORMAT_CASES[name], engine=FORMAT_CASES[name].engine | HALF, tolerance=ROUGH)
     for name in (
-        "awq",
-        "gptq",
-        "auto-round",
-        "fp8-block",
-        "fp8-tensor-static",
-        "fp8-tensor-dynamic",
-        "modelopt-fp8",
-        "modelopt-fp8-kv",
-        "modelopt-nvfp4",
-        "moe-gptq",
-        "moe-awq",
-        "moe-fp8-block",
-        "mla-fp8-block",
-        "mla-awq",
+        *("awq", "gptq", "auto-round", "fp8-block", "fp8-tensor-static", "fp8-tensor-dynamic"),
+        *("modelopt-fp8", "modelopt-fp8-kv", "modelopt-nvfp4"),
+        *("moe-gptq", "moe-awq", "moe-fp8-block", "mla-fp8-block", "mla-awq"),
     )
 }
 # Rounded while they are loaded, and a rounded KV cache.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import psutil
 import torch
 
-from tests.support.fakes import CapturingGraphs
+from tests.support.fakes import CapturingGraphs, CopyingMemory
 from vllm_gaudi_spec.attention import flat
 from vllm_gaudi_spec.attention.metadata import AttentionCall
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits
@@ -49,19 +48,8 @@ class CardGraphs(CapturingGraphs):
         return {"compiled_in_warmup": 0, "compiled_after_warmup": self.num_compiled}
 
 
-class CardMemory(PairMemory):
+class CardMemory(CopyingMemory, PairMemory):
     """Memory whose copies are real and whose free bytes decrease."""
-
-    def upload(self, host: torch.Tensor) -> torch.Tensor:
-        return host.clone()
-
-    def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.num_host_syncs += 1
-        return tensor.clone()
-
-    def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        copy = self.download(tensor)
-        return lambda: copy
 
     def free_bytes(self) -> int | None:
         # Large tensors are mapped one by one, whether or not they were touched.

@@ -10,6 +10,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
 
 from vllm_gaudi_spec.attention import row_operations
+from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.devices.base import DeviceTraits, Graphs, Memory
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.records import Batch, Verification
@@ -24,6 +25,12 @@ def batches_of(
     scheduled: SpecSchedulerOutput, requests: Requests, shapes: Shapes, num_drafts: dict[str, int] | None = None
 ) -> list[Batch]:
     return [requests.make_batch(one) for one in plan_batches(scheduled, requests, shapes, num_drafts or {})]
+
+
+def make_speculation(num_drafts: int, drafter_max_len: int | None = None, **options: Any) -> Speculation:
+    """Return a configuration of n-grams under the strict rule, changed by `options`."""
+    ngram = dict(method="ngram", rule="strict", drafting="greedy")
+    return Speculation(num_drafts=num_drafts, drafter_max_len=drafter_max_len, **(ngram | options))
 
 
 class HostBackend:

@@ -19,28 +19,11 @@ def task(
     name: str, speed: float, *, k: int = 2, answers: list[dict[str, Any]] | None = None, **more: Any
 ) -> dict[str, Any]:
     """Return a task: the baseline for k = 0, else 10 steps of which two accepted no draft, three one and five two."""
-    drafted: dict[str, Any] = {
-        "acc_rate": 0.65,
-        "acc_counts": [8, 5],
-        "num_drafts": 10,
-        "num_draft_tokens": 20,
-        "num_accepted_tokens": 13,
-        "accepted_lengths": [2, 3, 5],
-        "tokens_per_step": 2.3,
-        "draft_model": "models/drafter",
-        "matches_baseline": {"equal": 1, "tied": 0, "different": 0},
-    }
-    plain: dict[str, Any] = {
-        "acc_rate": None,
-        "acc_counts": [],
-        "num_drafts": 0,
-        "num_draft_tokens": 0,
-        "num_accepted_tokens": 0,
-        "accepted_lengths": [0],
-        "tokens_per_step": 1.0,
-        "draft_model": None,
-        "matches_baseline": None,
-    }
+    drafted = {"acc_rate": 0.65, "acc_counts": [8, 5], "num_drafts": 10, "num_draft_tokens": 20}
+    drafted |= {"num_accepted_tokens": 13, "accepted_lengths": [2, 3, 5], "tokens_per_step": 2.3}
+    drafted |= {"draft_model": "models/drafter", "matches_baseline": {"equal": 1, "tied": 0, "different": 0}}
+    plain = {"acc_rate": None, "acc_counts": [], "num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0}
+    plain |= {"accepted_lengths": [0], "tokens_per_step": 1.0, "draft_model": None, "matches_baseline": None}
     return {
         "task": name,
         "k": k,

@@ -14,7 +14,7 @@ from tests.full_tests import heads
 from tests.full_tests.engines import counter
 from tests.full_tests.faults import broken
 from tests.full_tests.ranks import ranks_agree
-from tests.full_tests.speculation import accepted, custom, speculating
+from tests.full_tests.speculation import MODES, accepted, custom, speculating
 from tests.full_tests.workload import Plain, Request, check_same, mixed_requests, run_together
 from tests.support.marks import quick_and_slow
 from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer
@@ -153,16 +153,8 @@ def one_nan(weights: dict[str, torch.Tensor]) -> None:
     weights[name][17, 0] = torch.nan
 
 
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "probabilistic": dict(draft_sample_method="probabilistic", rejection_sample_method="standard"),
-    "block": dict(draft_sample_method="probabilistic", rejection_sample_method="block"),
-    "coupled": dict(draft_sample_method="coupled", rejection_sample_method="strict"),
-}
-
-
 @pytest.mark.parametrize("overlapping", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", quick_and_slow(["probabilistic"], MODES))
+@pytest.mark.parametrize("mode", quick_and_slow(["standard"], MODES))
 @pytest.mark.parametrize("spoil", [all_nan, pytest.param(one_nan, marks=pytest.mark.slow)])
 def test_draft_model_with_nan_is_switched_off(
     spoil: Callable[[dict[str, torch.Tensor]], None],
@@ -325,7 +317,7 @@ def spoil_one_round(worker: Any) -> None:
         drafter.logits = spoilt
 
 
-ONE_RANK = [("draft_model", "greedy"), ("draft_model", "probabilistic"), ("retokenize", "greedy"), ("slem", "greedy")]
+ONE_RANK = [("draft_model", "greedy"), ("draft_model", "standard"), ("retokenize", "greedy"), ("slem", "greedy")]
 
 
 @pytest.mark.slow

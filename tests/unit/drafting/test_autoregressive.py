@@ -17,6 +17,7 @@ from tests.support.fakes import (
     cached,
     make_requests,
     make_sampling,
+    make_speculation,
     new_request,
     sampled,
     step,
@@ -25,7 +26,6 @@ from tests.support.warm_up import listed, run_jobs
 from tests.unit.drafting.test_drafting import make_context
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.attention.metadata import Inputs
-from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer
 from vllm_gaudi_spec.drafting.guard import Guard
@@ -51,19 +51,20 @@ class Remembers:
         self.longest, self.vocab = longest, vocab
 
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
-        assert carried_TH is None, "only heads read more than tokens"
         assert int(inputs.positions_T.max()) < self.longest, "a position that the drafter does not have"
-        self.kv[inputs.slots[0]] = (inputs.positions_T + 1) * inputs.token_ids_T
-        call = inputs.calls[0]
+        self.kv[inputs.slots[0]] = self.keep(inputs, carried_TH)
+        call, sums = inputs.calls[0], []
         assert int((inputs.slots[0] >= BLOCK).sum()) <= inputs.num_real_B.sum(), "what it reads is real"
         assert (call.starts_B + inputs.num_real_B <= self.longest).all()
-        hidden = []
         for row in range(call.num_rows):
-            blocks = call.block_table_BW[row].long()
-            context = self.kv.view(-1, BLOCK)[blocks].flatten()
-            for query in range(call.num_queries):
-                hidden.append(context[: int(call.starts_B[row]) + query + 1].sum() % self.vocab)
-        return Hidden(torch.stack(hidden)[:, None].float())
+            context = self.kv.view(-1, BLOCK)[call.block_table_BW[row].long()].flatten()
+            sums += [context[: int(call.starts_B[row]) + query + 1].sum() for query in range(call.num_queries)]
+        return Hidden((torch.stack(sums) % self.vocab)[:, None].float())
+
+    def keep(self, inputs: Inputs, carried_TH: torch.Tensor | None) -> torch.Tensor:
+        """Return the contents of the KV slots."""
+        assert carried_TH is None, "only heads read more than tokens"
+        return (inputs.positions_T + 1) * inputs.token_ids_T
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         # Padding of the output matrix, whose ids must never be drafted.
@@ -107,9 +108,7 @@ class Rows:
         return self.make_drafting("draft_model", proposer, drafter_max_len)
 
     def make_drafting(self, method: str, proposer: DeviceProposer, drafter_max_len: int) -> DeviceDrafting:
-        speculation = Speculation(
-            method=method, num_drafts=self.num_drafts, rule="strict", drafting="greedy", drafter_max_len=drafter_max_len
-        )
+        speculation = make_speculation(self.num_drafts, drafter_max_len, method=method)
         context = make_context(
             speculation, self.requests, self.recorder, self.shapes, self.sampling, self.max_len, self.hidden_states
         )

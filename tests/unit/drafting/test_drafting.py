@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
-from tests.support.fakes import make_requests, make_sampling, new_request, step
+from tests.support.fakes import make_requests, make_sampling, make_speculation, new_request, step
 from tests.support.warm_up import listed
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.config import Speculation
@@ -66,17 +66,6 @@ class CountsOneByOne(CountsOnDevice):
     drafts_one_by_one = True
 
 
-def speculation(drafter_max_len: int | None = None) -> Speculation:
-    return Speculation(
-        method="ngram",
-        num_drafts=K,
-        rule="strict",
-        drafting="greedy",
-        drafter_max_len=drafter_max_len,
-        smaller_widths=(1,),
-    )
-
-
 def make_context(
     speculation: Speculation,
     requests: Requests,
@@ -109,7 +98,9 @@ def on_device(
 ) -> tuple[DeviceDrafting, StepRecorder]:
     recorder = StepRecorder()
     step_shapes = shapes(max_num_seqs=4, max_tokens=64, max_len=64, drafts=K)
-    context = make_context(speculation(), requests, recorder, step_shapes, make_sampling(), max_model_len=64)
+    context = make_context(
+        make_speculation(K, smaller_widths=(1,)), requests, recorder, step_shapes, make_sampling(), max_model_len=64
+    )
     guard = Guard(independent=True)
     drafting = DeviceDrafting(context, proposer=proposer, row_limits=row_limits, guard=guard, kv_sync=DrafterKVSync())
     recorder.expect(listed(drafting.jobs()))
@@ -127,7 +118,7 @@ def started(drafter_max_len: int | None = None) -> tuple[Requests, DeviceRowLimi
         new_request("c", [30, 31, 32], [3], params=off),
     ]
     requests.apply(step({"a": 2, "b": 6, "c": 3}, new=new))
-    row_limits = DeviceRowLimits(requests.backend, 4, speculation(drafter_max_len), 64)
+    row_limits = DeviceRowLimits(requests.backend, 4, make_speculation(K, drafter_max_len, smaller_widths=(1,)), 64)
     return requests, row_limits, ["a", "b", "c"]
 
 

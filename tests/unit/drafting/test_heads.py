@@ -14,7 +14,7 @@ from torch import nn
 from vllm.distributed import parallel_state
 
 from tests.support.fakes import CapturingBackend, HostBackend, batches_of, cached, new_request, step
-from tests.unit.drafting.test_autoregressive import BLOCK, MOST_BLOCKS, PROMPTS, VOCAB, Rows, following
+from tests.unit.drafting.test_autoregressive import BLOCK, PROMPTS, VOCAB, Remembers, Rows, following
 from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.drafting.base import DeviceProposer
@@ -37,24 +37,14 @@ def carry(states: torch.Tensor) -> torch.Tensor:
     return (3 * states + 1) % VOCAB
 
 
-class ReadsStates:
-    """Stores (position + 1) * token + 5 * state in the KV slots, and predicts the sum over the context."""
+class ReadsStates(Remembers):
+    """Stores 5 * state as well, and hands on a state of its own."""
 
-    def __init__(self, longest: int) -> None:
-        self.kv = torch.zeros((1 + 3 * MOST_BLOCKS) * BLOCK, dtype=torch.long)
-        self.longest = longest
+    def keep(self, inputs: Inputs, carried_TH: torch.Tensor | None) -> torch.Tensor:
+        return (inputs.positions_T + 1) * inputs.token_ids_T + 5 * carried_TH[:, 0].long()
 
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
-        assert int(inputs.positions_T.max()) < self.longest, "a position that the head does not have"
-        kept = (inputs.positions_T + 1) * inputs.token_ids_T + 5 * carried_TH[:, 0].long()
-        self.kv[inputs.slots[0]] = kept
-        call, states = inputs.calls[0], []
-        assert int((inputs.slots[0] >= BLOCK).sum()) <= inputs.num_real_B.sum(), "what it reads is real"
-        assert (call.starts_B + inputs.num_real_B <= self.longest).all()
-        for row in range(call.num_rows):
-            context = self.kv.view(-1, BLOCK)[call.block_table_BW[row].long()].flatten()
-            states += [context[: int(call.starts_B[row]) + query + 1].sum() for query in range(call.num_queries)]
-        last_TH = (torch.stack(states) % VOCAB)[:, None].float()
+        last_TH = super().forward(inputs, carried_TH).last
         return Hidden(last_TH, carry(last_TH))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -14,19 +14,8 @@ from tests.unit.runner.test_media_store import Model, Padding
 from vllm_gaudi_spec.runner.extensions.media_store import MediaStore
 from vllm_gaudi_spec.runner.extensions.multimodal import Multimodal
 
-METHODS = (
-    None,
-    "custom_class",
-    "suffix",
-    "ngram",
-    "ngram_gpu",
-    "draft_model",
-    PARALLEL,
-    STANDARD,
-    BLOCK_DRAFTER,
-    RETOKENIZE,
-)
 OVERLAPPING = (None, "ngram_gpu", "draft_model", PARALLEL, STANDARD, BLOCK_DRAFTER)
+METHODS = (*OVERLAPPING, "custom_class", "suffix", "ngram", RETOKENIZE)
 EVERYTHING: dict[str, Any] = dict(
     temperature=0.8,
     seed=1,

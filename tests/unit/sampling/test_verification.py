@@ -73,17 +73,8 @@ def test_rows_with_grammar_use_strict_rule(name: str, module: Any) -> None:
     inputs.free_B = torch.arange(ROWS) % 3 > 0
     found = texts(rule(name, "probabilistic")(logits, positions, drafted, inputs))
     strict_texts = strictly(logits, positions, drafted, inputs)
-    by_probs = texts(
-        module.verify(
-            logits,
-            drafted.probs_BKV,
-            drafted.tokens_BK,
-            drafted.num_drafts_B,
-            torch.ones(ROWS),
-            inputs.keys_B2,
-            positions,
-        )
-    )
+    draft = drafted.probs_BKV, drafted.tokens_BK, drafted.num_drafts_B
+    by_probs = texts(module.verify(logits, *draft, torch.ones(ROWS), inputs.keys_B2, positions))
     assert strict_texts != by_probs
     free = inputs.free_B.tolist()
     assert found == [

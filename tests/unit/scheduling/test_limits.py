@@ -10,8 +10,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.support.fakes import HostBackend
-from vllm_gaudi_spec.config import Speculation
+from tests.support.fakes import HostBackend, make_speculation
 from vllm_gaudi_spec.drafting.on_device import DeviceRowLimits
 from vllm_gaudi_spec.metrics import StepMetrics
 from vllm_gaudi_spec.records import NoDraftReason
@@ -22,10 +21,7 @@ K, NUM_PROMPT, MAX_MODEL_LEN = 4, 10, 40
 
 
 def make_limits(drafter_max_len: int | None = None, max_model_len: int = 1000) -> DeviceRowLimits:
-    speculation = Speculation(
-        method="ngram", num_drafts=K, rule="strict", drafting="greedy", drafter_max_len=drafter_max_len
-    )
-    return DeviceRowLimits(HostBackend(), 3, speculation, max_model_len)
+    return DeviceRowLimits(HostBackend(), 3, make_speculation(K, drafter_max_len), max_model_len)
 
 
 def max_drafts(row_limits: DeviceRowLimits, lengths: dict[int, int], limit: int = K) -> list[int]:
@@ -76,9 +72,7 @@ def test_long_row_does_not_limit_others() -> None:
 def test_reason_exists_exactly_if_row_has_no_drafts(
     max_tokens: int | None, asked: int | None, drafter_max_len: int | None
 ) -> None:
-    speculation = Speculation(
-        method="ngram", num_drafts=K, rule="strict", drafting="greedy", drafter_max_len=drafter_max_len
-    )
+    speculation = make_speculation(K, drafter_max_len)
     extra = None if asked is None else {"num_speculative_tokens": asked}
     params = SamplingParams(max_tokens=max_tokens, extra_args=extra)
     row_limits = RowLimits(1, speculation, MAX_MODEL_LEN)
@@ -86,9 +80,8 @@ def test_reason_exists_exactly_if_row_has_no_drafts(
     max_context = speculation.longest(MAX_MODEL_LEN)
     limits = DraftLimits.from_params(params, NUM_PROMPT, num_drafts=K, max_context=max_context)
     lengths = range(NUM_PROMPT, MAX_MODEL_LEN + 1)
-    counts = row_limits.compute_max_drafts(
-        np.zeros(len(lengths), np.int64), np.array(lengths, dtype=np.int32), K
-    ).tolist()
+    rows_N, lengths_N = np.zeros(len(lengths), np.int64), np.array(lengths, dtype=np.int32)
+    counts = row_limits.compute_max_drafts(rows_N, lengths_N, K).tolist()
     may_draft = [explain_no_drafts(limits, length) == NoDraftReason.NOTHING for length in lengths]
     assert may_draft == [count > 0 for count in counts]
 
@@ -96,14 +89,7 @@ def test_reason_exists_exactly_if_row_has_no_drafts(
 @pytest.mark.parametrize("drafter_max_len", [None, 24, 200])
 @pytest.mark.parametrize("block_size", [K, K + 1])
 def test_length_is_the_reason_where_a_block_does_not_fit(drafter_max_len: int | None, block_size: int) -> None:
-    speculation = Speculation(
-        method="dflash",
-        num_drafts=K,
-        rule="strict",
-        drafting="greedy",
-        drafter_max_len=drafter_max_len,
-        block_size=block_size,
-    )
+    speculation = make_speculation(K, drafter_max_len, method="dflash", block_size=block_size)
     counts = DraftCounts(speculation, MAX_MODEL_LEN, StepMetrics())
     for length in range(NUM_PROMPT, MAX_MODEL_LEN + 1):
         request: Any = SimpleNamespace(

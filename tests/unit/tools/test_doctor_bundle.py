@@ -41,20 +41,8 @@ def secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr(getpass, "getuser", lambda: "carolsname")
     monkeypatch.setattr(socket, "gethostname", lambda: "machine-of-carol")
     others = [
-        "another-key",
-        "one-more-key",
-        "alice",
-        "third-key",
-        "sixth-key",
-        "bob",
-        "fourth",
-        "fifth.key",
-        "seventh-key",
-        "eighth-key",
-        "ninth",
-        "battery",
-        "tenthsig",
-        "zyxwvutsrqponmlk",
+        *("another-key", "one-more-key", "alice", "third-key", "sixth-key", "bob", "fourth", "fifth.key"),
+        *("seventh-key", "eighth-key", "ninth", "battery", "tenthsig", "zyxwvutsrqponmlk"),
     ]
     return [*SECRETS.values(), *others, str(home), "carolsname", "machine-of-carol"]
 
