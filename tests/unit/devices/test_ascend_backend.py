@@ -15,7 +15,7 @@ import torch
 from tests.support.attention_layers import layer
 from tests.unit.test_config import backend_of, engine_config, here
 from vllm_gaudi_spec import device_table, refusals
-from vllm_gaudi_spec.attention.metadata import AttentionCall, Spans
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Spans
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import backend as ascend
@@ -222,10 +222,19 @@ class Issued(NamedTuple):
     out: list[torch.Tensor]
 
 
-def issued(num_blocks: int, *, rows: int = 1, width: int = 1, adds_up_blocks: bool = False) -> list[Issued]:
-    """Return what attention with one query per row issues for tables of `width` blocks."""
+def issued_by(call: AttentionCall, num_blocks: int, spec: AttentionLayerSpec, **options: Any) -> list[Issued]:
+    """Return what attention issues for a call over a cache of `num_blocks` blocks."""
     found: list[Issued] = []
     captures = SimpleNamespace(issue=lambda fused, *given: found.append(Issued(*given)))
+    blocks = torch.zeros(num_blocks, 128, 2, 64)
+    cache = SimpleNamespace(blocks=lambda: (blocks, blocks))
+    query = torch.zeros(call.num_rows * call.num_queries, 8, 64)
+    ascend_attention.attend(None, captures, query, cache, call, spec, **options)
+    return found
+
+
+def issued(num_blocks: int, *, rows: int = 1, width: int = 1, adds_up_blocks: bool = False) -> list[Issued]:
+    """Return what attention with one query per row issues for tables of `width` blocks."""
     call = AttentionCall(
         num_rows=rows,
         num_queries=1,
@@ -233,13 +242,7 @@ def issued(num_blocks: int, *, rows: int = 1, width: int = 1, adds_up_blocks: bo
         block_table_BW=torch.zeros(rows, width, dtype=torch.int32),
         host_lengths_B=torch.arange(1, rows + 1),
     )
-    blocks = torch.zeros(num_blocks, 128, 2, 64)
-    cache = SimpleNamespace(blocks=lambda: (blocks, blocks))
-    for _ in range(2):
-        ascend_attention.attend(
-            None, captures, torch.zeros(rows, 8, 64), cache, call, layer(), adds_up_blocks=adds_up_blocks
-        )
-    first, second = found[: len(found) // 2], found[len(found) // 2 :]
+    first, second = (issued_by(call, num_blocks, layer(), adds_up_blocks=adds_up_blocks) for _ in range(2))
     assert all(one.lengths is other.lengths for one, other in zip(first, second, strict=True)), "layers share them"
     return first
 
@@ -300,24 +303,9 @@ def test_calls_with_compressed_masks(call: AttentionCall, changes: dict[str, Any
     assert ascend_attention.takes_compressed_masks(layer(**changes), call) is taken
 
 
-def issued_chunks(
-    num_blocks: int = 8, *, adds_up_blocks: bool = False, compressed: bool = True, **changes: Any
-) -> list[Issued]:
-    found: list[Issued] = []
-    captures = SimpleNamespace(issue=lambda fused, *given: found.append(Issued(*given)))
-    blocks = torch.zeros(num_blocks, 128, 2, 64)
-    cache = SimpleNamespace(blocks=lambda: (blocks, blocks))
-    ascend_attention.attend(
-        None,
-        captures,
-        torch.zeros(24, 8, 64),
-        cache,
-        chunks(),
-        layer(**changes),
-        adds_up_blocks=adds_up_blocks,
-        mask=torch.zeros(1) if compressed else None,
-    )
-    return found
+def issued_chunks(num_blocks: int = 8, *, compressed: bool = True, **changes: Any) -> list[Issued]:
+    options = dict(adds_up_blocks=changes.pop("adds_up_blocks", False), mask=torch.zeros(1) if compressed else None)
+    return issued_by(chunks(), num_blocks, layer(**changes), **options)
 
 
 def test_npu_a06_a07_a22_chunks_and_their_padding_are_rows() -> None:

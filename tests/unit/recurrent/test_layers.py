@@ -56,30 +56,21 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
     cleanup_dist_env_and_memory()
 
 
+# Of the layers of Qwen3-Next and OLMo Hybrid
+DELTA_NET = dict(hidden_size=HIDDEN, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=6)
+
+
 def gated_delta_net(config: VllmConfig) -> tuple[nn.Module, Any]:
-    sizes = Qwen3NextConfig(
-        hidden_size=HIDDEN,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=6,
-        linear_conv_kernel_dim=4,
+    sizes = config.model_config.hf_text_config = Qwen3NextConfig(
+        **DELTA_NET, linear_num_value_heads=4, linear_conv_kernel_dim=4
     )
-    config.model_config.hf_text_config = sizes
-    return Qwen3NextGatedDeltaNet(sizes, layer_idx=0), QwenGatedDeltaNetAttention(
-        sizes, config, prefix=NAME, gqa_interleaved_layout=True
-    )
+    ours = QwenGatedDeltaNetAttention(sizes, config, prefix=NAME, gqa_interleaved_layout=True)
+    return Qwen3NextGatedDeltaNet(sizes, layer_idx=0), ours
 
 
 def olmo_delta_net(config: VllmConfig) -> tuple[nn.Module, Any]:
     sizes = OlmoHybridConfig(
-        hidden_size=HIDDEN,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=6,
-        linear_conv_kernel_dim=4,
-        linear_allow_neg_eigval=True,
+        **DELTA_NET, linear_num_value_heads=2, linear_conv_kernel_dim=4, linear_allow_neg_eigval=True
     )
     config.model_config.hf_text_config = sizes
     upstream.apply_to_models(["OlmoHybridForCausalLM"])
@@ -97,42 +88,23 @@ def kimi_delta_attention(config: VllmConfig) -> tuple[nn.Module, Any]:
     return KimiLinearDeltaAttention(theirs, layer_idx=0), KimiGatedDeltaNetAttention(sizes, config, prefix=NAME)
 
 
+def mixer(config: VllmConfig) -> dict[str, Any]:
+    """Return the arguments that vLLM's layers of Mamba share."""
+    sizes = dict(hidden_size=HIDDEN, ssm_state_size=6, conv_kernel_size=4, use_conv_bias=True, use_bias=False)
+    return sizes | dict(model_config=config.model_config, cache_config=config.cache_config, prefix=NAME)
+
+
 def mamba_2(config: VllmConfig) -> tuple[nn.Module, Any]:
     sizes = dict(mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=6, n_groups=2, chunk_size=16)
     theirs = NemotronHMamba2Mixer(NemotronHConfig(hidden_size=HIDDEN, **sizes), layer_idx=0)
-    ours = MambaMixer2(
-        hidden_size=HIDDEN,
-        ssm_state_size=6,
-        conv_kernel_size=4,
-        intermediate_size=64,
-        use_conv_bias=True,
-        use_bias=False,
-        n_groups=2,
-        num_heads=8,
-        head_dim=8,
-        model_config=config.model_config,
-        cache_config=config.cache_config,
-        prefix=NAME,
-    )
+    ours = MambaMixer2(intermediate_size=64, n_groups=2, num_heads=8, head_dim=8, **mixer(config))
     return theirs, ours
 
 
 def mamba_1(config: VllmConfig) -> tuple[nn.Module, Any]:
     sizes = JambaConfig(hidden_size=HIDDEN, mamba_d_state=6, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=5)
-    ours = MambaMixer(
-        hidden_size=HIDDEN,
-        ssm_state_size=6,
-        conv_kernel_size=4,
-        intermediate_size=2 * HIDDEN,
-        time_step_rank=5,
-        use_conv_bias=True,
-        use_bias=False,
-        use_rms_norm=True,
-        rms_norm_eps=sizes.rms_norm_eps,
-        model_config=config.model_config,
-        cache_config=config.cache_config,
-        prefix=NAME,
-    )
+    norm = dict(use_rms_norm=True, rms_norm_eps=sizes.rms_norm_eps)
+    ours = MambaMixer(intermediate_size=2 * HIDDEN, time_step_rank=5, **norm, **mixer(config))
     return JambaMambaMixer(sizes, layer_idx=0), ours
 
 
@@ -142,22 +114,15 @@ def short_convolution(config: VllmConfig) -> tuple[nn.Module, Any]:
     return Lfm2ShortConv(sizes, layer_idx=0), ours
 
 
-KINDS: list[tuple[type, Callable[[VllmConfig], tuple[nn.Module, Any]]]] = [
-    (GatedDeltaNet, gated_delta_net),
-    (KimiDeltaAttention, kimi_delta_attention),
-    (Mamba1, mamba_1),
-    (Mamba2, mamba_2),
-    (OlmoDeltaNet, olmo_delta_net),
-    (ShortConvolution, short_convolution),
+Make = Callable[[VllmConfig], tuple[nn.Module, Any]]
+KINDS: list[tuple[type, Make, str]] = [
+    (GatedDeltaNet, gated_delta_net, "Qwen3NextForCausalLM"),
+    (KimiDeltaAttention, kimi_delta_attention, "KimiLinearForCausalLM"),
+    (Mamba1, mamba_1, "JambaForCausalLM"),
+    (Mamba2, mamba_2, "NemotronHForCausalLM"),
+    (OlmoDeltaNet, olmo_delta_net, "OlmoHybridForCausalLM"),
+    (ShortConvolution, short_convolution, "Lfm2ForCausalLM"),
 ]
-ARCHITECTURES = {
-    GatedDeltaNet: "Qwen3NextForCausalLM",
-    KimiDeltaAttention: "KimiLinearForCausalLM",
-    Mamba1: "JambaForCausalLM",
-    Mamba2: "NemotronHForCausalLM",
-    OlmoDeltaNet: "OlmoHybridForCausalLM",
-    ShortConvolution: "Lfm2ForCausalLM",
-}
 # Names in transformers that vLLM's models rename when they load a checkpoint, with the part that each becomes.
 RENAMED: dict[type, dict[str, tuple[str, int | None]]] = {
     KimiDeltaAttention: {
@@ -202,11 +167,11 @@ def load(ours: nn.Module, theirs: nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-@pytest.mark.parametrize(("kind", "make"), KINDS)
+@pytest.mark.parametrize(("kind", "make", "architecture"), KINDS)
 @pytest.mark.parametrize("num_drafts", [0, 2])
 @torch.no_grad()
 def test_prompts_and_verify_steps_equal_transformers(
-    kind: type, make: Callable[[VllmConfig], tuple[nn.Module, Any]], num_drafts: int, config: VllmConfig
+    kind: type, make: Make, architecture: str, num_drafts: int, config: VllmConfig
 ) -> None:
     torch.manual_seed(0)
     config.compilation_config.static_forward_context.clear()
@@ -214,9 +179,8 @@ def test_prompts_and_verify_steps_equal_transformers(
     assert type(ours) is kind, "registered out of tree"
     load(ours, theirs)
     shape = ours.layer_shape()
-    assert shape.num_gates == count_gates(SERVED[ARCHITECTURES[kind]], shape.state), (
-        "memory is planned before it is built"
-    )
+    num_gates = count_gates(SERVED[architecture], shape.state)
+    assert shape.num_gates == num_gates, "memory is planned before it is built"
     num_pending = num_drafts + 1 if num_drafts else 0
     states = RecurrentStates([(NAME, shape)], num_rows=3, num_pending=num_pending, device=torch.device("cpu"))
     ours.state = states.by_layer[NAME]
