@@ -5,8 +5,6 @@ Runs with VGS_DEVICE=ascend-emulated in a process of its own. docs/how_to/migrat
 """
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -20,6 +18,7 @@ from tests.full_tests.heads import head, target, with_four_heads
 from tests.full_tests.speculation import accepted, ngram, speculating
 from tests.full_tests.test_refusals import refusal
 from tests.full_tests.workload import Answer, differences, mixed_requests, run_together
+from tests.support.processes import run_code
 from vllm_gaudi_spec.device_table import describe_device
 
 pytestmark = pytest.mark.ascend
@@ -201,13 +200,8 @@ os._exit(0)
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 def test_an_operator_that_fails_ends_the_engine(looping_llama: str, scheduling: str) -> None:
     """In the step after it. Later steps get the error, or nothing where vLLM counts the request as under way."""
-    child = subprocess.run(
-        [sys.executable, "-u", "-c", SERVED, looping_llama, scheduling],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-    )
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONUNBUFFERED": "1"}
+    child = run_code(SERVED, looping_llama, scheduling, env=environment, timeout=400)
     said = [line for line in child.stdout.splitlines() if line.startswith(("raised", "answered", "nothing"))]
     assert len(said) == 3, child.stdout[-2000:] + child.stderr[-2000:]
     assert said[0] == "raised True"

@@ -7,7 +7,6 @@ ones stand, and a server has a port of its own; all options are those of the pag
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +19,7 @@ from tests.full_tests import adapters
 from tests.full_tests.server import Running, serve_environment
 from tests.pages import ROOT, SERVER_ADDRESS, Block, pages, scenes
 from tests.support.ports import free_port
+from tests.support.processes import run
 
 # Of one block; a server has its own patience.
 SECONDS = 2400
@@ -98,7 +98,7 @@ def test_commands_of_the_pages_run(scene: list[Block], names: dict[str, str], ch
                 server = servers.enter_context(serving(command(block, text), port, log, where, checkout))
                 check(server, speculates="speculative-config" in text)
             else:
-                print(run(command(block, text), checkout, where))
+                print(output(command(block, text), checkout, where))
 
 
 @contextmanager
@@ -121,15 +121,7 @@ def check(server: Running, speculates: bool) -> None:
         assert server.metric("gaudi_spec:drafter_faults_total") == 0
 
 
-def run(command: list[str], folder: Path, environment: dict[str, str]) -> str:
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS,
-    )
+def output(command: list[str], folder: Path, environment: dict[str, str]) -> str:
+    done = run(command, cwd=folder, env=environment, timeout=SECONDS)
     assert done.returncode == 0, done.stdout[-5000:]
     return done.stdout

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from tests.support.processes import run
 
 ROOT = Path(__file__).parents[2]
 THIS_FILE = Path(__file__).name
@@ -40,7 +41,7 @@ def test_clean_engine_is_reported_clean(tiny_llama: str, tmp_path: Path) -> None
     file = tmp_path / "result.json"
     drafter = {"method": "draft_model", "model": tiny_llama, "num_speculative_tokens": 2}
     options = (*SMALL, "--max-model-len", "256", "--requests", "4", "--json", str(file))
-    status, said = run(tiny_llama, *options, speculation=drafter)
+    status, said = graph_check(tiny_llama, *options, speculation=drafter)
     assert status == 0, said
     assert said.strip().splitlines()[-1].startswith("clean: "), said
     result = json.loads(file.read_text())
@@ -57,7 +58,7 @@ def test_drafter_that_waits_for_the_device_is_named_by_line(tiny_llama: str, tmp
     name = f"{ReadingDrafter.__module__}.{ReadingDrafter.__qualname__}"
     drafter = {"method": "custom_class", "model": name, "num_speculative_tokens": 2}
     options = (*SMALL, "--max-model-len", "256", "--requests", "6", "--json", str(file))
-    status, said = run(tiny_llama, *options, speculation=drafter)
+    status, said = graph_check(tiny_llama, *options, speculation=drafter)
     assert status == 1, said
     mixed = json.loads(file.read_text())["phases"]["mixed"]
     assert mixed["compiles"] > 0
@@ -72,15 +73,13 @@ def test_drafter_that_waits_for_the_device_is_named_by_line(tiny_llama: str, tmp
     assert all(f"{THIS_FILE}:{mask} (propose)" in line for line in complaints), said
 
 
-def run(*arguments: str, speculation: dict[str, Any]) -> tuple[int, str]:
+def graph_check(*arguments: str, speculation: dict[str, Any]) -> tuple[int, str]:
     """Return the exit status and everything that was printed."""
     words = ["graph-check", *arguments, "--speculative-config", json.dumps(speculation)]
     command = [sys.executable, "-m", "vllm_gaudi_spec.tools.cli", *words]
     # As a user does whose drafter is a class of his own.
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500, check=False
-    )
+    done = run(command, env=environment, timeout=500)
     return done.returncode, done.stdout
 
 

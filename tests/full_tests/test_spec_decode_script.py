@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.marks import slow
+from tests.support.processes import run
 from vllm_gaudi_spec.tools.compare.measure import compute_speedup
 from vllm_gaudi_spec.tools.report import record
 
@@ -32,9 +32,7 @@ def script(*options: str, **variables: str) -> tuple[int, str]:
     # The engine in its own process, as users have it.
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment |= variables
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_SECONDS
-    )
+    done = run(command, env=environment, timeout=_SECONDS)
     return done.returncode, done.stdout
 
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.full_tests.server import Ending, Server, last_line, serve_command, serve_environment
+from tests.support.processes import run
 
 START_SECONDS = 240
 
@@ -53,15 +54,8 @@ def failing_start(model: str, *options: str, **environment: str) -> str:
 
 
 def failed_start(model: str, *options: str, **environment: str) -> str:
-    done = subprocess.run(
-        serve_command(model, *options),
-        env=serve_environment(**environment),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=START_SECONDS,
-    )
+    command, variables = serve_command(model, *options), serve_environment(**environment)
+    done = run(command, env=variables, stdin=subprocess.DEVNULL, timeout=START_SECONDS)
     assert done.returncode != 0, done.stdout[-2000:]
     return done.stdout
 

@@ -3,15 +3,13 @@ is this environment's: only comparisons change."""
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.full_tests.reference import Reference
 from tests.support.autoload import write_bridge
-from tests.support.processes import ROOT
+from tests.support.processes import python_path, run_code
 
 pytestmark = pytest.mark.emulated
 
@@ -52,16 +50,10 @@ def test_s15_a_torch_with_the_vendors_version(looping_llama: str, tmp_path: Path
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {VENDOR}\n")
     write_bridge(tmp_path)
-    paths = os.pathsep.join(filter(None, [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {"PYTHONPATH": paths, "VGS_DEVICE": "hpu-emulated", "PT_HPU_LAZY_MODE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", _ENGINE, looping_llama, VENDOR, json.dumps(PROMPT)],
-        env=os.environ | environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "XDG_CACHE_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
+    environment = {"PYTHONPATH": python_path(tmp_path), "VGS_DEVICE": "hpu-emulated", "PT_HPU_LAZY_MODE": "1"}
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "XDG_CACHE_HOME": str(tmp_path)}
+    arguments = [looping_llama, VENDOR, json.dumps(PROMPT)]
+    done = run_code(_ENGINE, *arguments, env=os.environ | environment, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
     # vLLM may log there when the engine ends.
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))

@@ -4,8 +4,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,20 +18,26 @@ _SECONDS = 500
 def run_tests(*tests: str, **environment: str) -> None:
     """Run the tests of a folder, or those with these names, in a new process."""
     inherited = {name: value for name, value in os.environ.items() if name != "VGS_DEVICE"}
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "pytest", *tests, "-q", "--no-header", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=inherited | {"PYTHONPATH": paths} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=_SECONDS,
-    )
+    done = run(command, cwd=ROOT, env=inherited | {"PYTHONPATH": python_path()} | environment, timeout=_SECONDS)
     if done.returncode:
         pytest.fail(f"{' '.join(tests)} {environment or ''}:\n{done.stdout}", pytrace=False)
+
+
+def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """With all that the command prints in `stdout`."""
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, **options)
+
+
+def run_code(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """In a new Python, in which no other test has installed a card or imported a package."""
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, **{"capture_output": True, "text": True, "check": False, "timeout": 300} | options)
+
+
+def python_path(*folders: str | Path) -> str:
+    """With which a new Python finds the repository's packages, after those in `folders`."""
+    return os.pathsep.join(filter(None, [*map(str, folders), str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def kubernetes_python() -> str:

@@ -4,8 +4,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -25,6 +23,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.full_tests.tiny_models import common
+from tests.support.processes import run_code
 from tests.support.releases import only_0_32
 from vllm_gaudi_spec import config, device_table, environment, refusals, upstream
 from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError, get_target_config
@@ -157,7 +156,7 @@ def test_unknown_device_is_refused_by_vllm_itself() -> None:
     """vLLM swallows what a platform plugin raises and would go on with upstream's platform."""
     code = "from vllm.platforms import current_platform; current_platform.pre_register_and_update()"
     environment = os.environ | {"VGS_DEVICE": "tpu"}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    result = run_code(code, env=environment)
     assert result.returncode != 0
     assert (
         "VGS_DEVICE=tpu is not available; use one of cpu, hpu, hpu-emulated, ascend, ascend-emulated, cuda."

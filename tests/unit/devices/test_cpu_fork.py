@@ -1,12 +1,11 @@
 """The engine process is forked only if a forked child can compute."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import run_code
 from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.devices.cpu import fork
 from vllm_gaudi_spec.environment import OPENMP
@@ -19,7 +18,7 @@ def test_start_method(before: str, method: str, patience: int) -> None:
     """The wait for the child is long enough for a busy machine."""
     code = f"import torch; torch.set_num_threads(2); {before}"
     code += f"from vllm_gaudi_spec.devices.cpu import fork; fork._PATIENCE_S = {patience}; print(fork.start_method(1))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = run_code(code, check=True)
     assert result.stdout.split()[-1] == method
 
 

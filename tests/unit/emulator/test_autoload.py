@@ -1,15 +1,13 @@
 """On a machine with a Gaudi torch loads the bridge by itself, before any of our code runs: what follows from that."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.autoload import write_bridge
 from tests.support.marks import slow
-from tests.support.processes import ROOT
+from tests.support.processes import python_path, run_code
 
 _SCRIPT = """
 import os
@@ -45,15 +43,8 @@ def test_s03_h15_the_mode_is_that_of_the_import_of_torch(
     write_bridge(tmp_path, default)
     inherited = {name: value for name, value in os.environ.items() if name != "PT_HPU_LAZY_MODE"}
     chosen = {} if exported is None else {"PT_HPU_LAZY_MODE": exported}
-    paths = os.pathsep.join(filter(None, [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT],
-        env=inherited | chosen | {"PYTHONPATH": paths, "VGS_DEVICE": "hpu-emulated"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+    chosen |= {"PYTHONPATH": python_path(tmp_path), "VGS_DEVICE": "hpu-emulated"}
+    done = run_code(_SCRIPT, env=inherited | chosen)
     assert done.returncode == 0, done.stderr[-4000:]
     refused, loaded, *asked = done.stdout.splitlines()
     assert refused == "Allocator for hpu is not a DeviceAllocator"

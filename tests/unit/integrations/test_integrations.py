@@ -1,14 +1,13 @@
 """What stands in for us beside other platforms: it stays out of ours, and knows which releases it is made for."""
 
 import logging
-import subprocess
-import sys
 
 import pytest
 import vllm
 from vllm.config import SpeculativeConfig
 
 import vllm_gaudi_spec
+from tests.support.processes import run_code
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.integrations import vllm_ascend
 from vllm_gaudi_spec.integrations.vllm_ascend import versions
@@ -67,7 +66,7 @@ def test_integration_imports_nothing_specific_to_our_vllm() -> None:
         "import sys; from vllm_gaudi_spec.integrations.vllm_ascend import patches, versions;"
         "print(sorted(m for m in sys.modules if m.split('.')[0] == 'vllm' or 'vllm_ascend' in m))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = run_code(code, check=True)
     assert result.stdout.strip() == str(
         [
             "vllm_gaudi_spec.integrations.vllm_ascend",

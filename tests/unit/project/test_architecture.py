@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 import tomllib
 from graphlib import TopologicalSorter
 from importlib.util import find_spec
 from pathlib import Path
+
+from tests.support.processes import run_code
 
 PACKAGE = Path(__file__).parents[3] / "vllm_gaudi_spec"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -71,7 +71,7 @@ def test_contract_on_the_tools_covers_every_room() -> None:
 def test_importing_the_package_is_cheap() -> None:
     """vLLM imports it while vLLM itself is half imported."""
     code = "import sys, vllm_gaudi_spec; print([m for m in ('vllm', 'torch', 'numpy') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = run_code(code, check=True)
     assert result.stdout.strip() == "[]"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, run_code
 from vllm_gaudi_spec import device_table, versions
 from vllm_gaudi_spec.tools import cli, demo
 from vllm_gaudi_spec.tools.io import output
@@ -52,7 +52,7 @@ def test_help_loads_nothing_heavy(command: str) -> None:
         f"finally: print([m for m in {HEAVY} if m in sys.modules])"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    done = run_code(code, check=True, env=environment)
     assert done.stdout.splitlines()[-1] == "[]"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import ROOT, forget_bridge
+from tests.support.processes import ROOT, forget_bridge, python_path
 from vllm_gaudi_spec import device_table
 from vllm_gaudi_spec.environment import VARIABLES
 from vllm_gaudi_spec.tools import cli
@@ -36,7 +36,7 @@ def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def doctor(*words: str, **environment: str) -> tuple[int, dict[str, Any]]:
     """As a user runs it: the exit status, and the output of --json."""
-    paths = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH")]))
+    paths = python_path(environment.pop("PYTHONPATH", ""))
     done = subprocess.run(
         [sys.executable, "-m", "vllm_gaudi_spec.tools.cli", "doctor", "--json", *words],
         capture_output=True,

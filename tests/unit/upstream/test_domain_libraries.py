@@ -1,13 +1,12 @@
 """torchvision, torchaudio and torchcodec of other builds than torch: the first can be imported once two schemas are
 defined, and the others count as missing."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.models import vision
+from tests.support.processes import run_code
 
 ADMITTED = "from vllm_gaudi_spec import upstream; upstream.admit_domain_libraries_of_other_builds()"
 IMPORT = f"""
@@ -21,17 +20,14 @@ print(functional.resize(torch.zeros(3, 5, 7), [2, 2]).shape)
 @pytest.mark.parametrize(
     ("first", "imports"),
     [
-        (
-            "import torch",
-            False,
-        ),  # fails when torchvision asks for its operators: then `upstream/domain_libraries.py` can go
+        # fails when torchvision asks for its operators: then `upstream/domain_libraries.py` can go
+        ("import torch", False),
         (ADMITTED, True),
     ],
     ids=["alone", "with schemas"],
 )
 def test_its_import(first: str, imports: bool) -> None:
-    command = [sys.executable, "-c", IMPORT.format(first=first)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run_code(IMPORT.format(first=first))
     assert done.stdout == ("torch.Size([3, 2, 2])\n" if imports else ""), done.stderr
     assert imports or "operator torchvision::nms does not exist" in done.stderr
 
@@ -49,5 +45,5 @@ print(find())
 {ADMITTED}
 print(find())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    done = run_code(code, check=True)
     assert done.stdout.splitlines()[-2:] == ["[True, True]", "[False, False]"]

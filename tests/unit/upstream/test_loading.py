@@ -2,8 +2,6 @@
 
 import inspect
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch import nn
 from vllm.config import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from tests.support.processes import run_code
 from vllm_gaudi_spec import config, upstream
 
 _ON_A_CPU = """
@@ -44,7 +43,7 @@ def test_accelerator_calls_are_still_made_and_still_raise() -> None:
 
 def run_alone(code: str) -> None:
     """In a process in which no other test has installed a card."""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = run_code(code)
     assert not result.returncode, result.stderr
 
 
@@ -205,7 +204,7 @@ else:
 
 
 def test_no_kernels_of_triton_are_looked_for() -> None:
-    subprocess.run([sys.executable, "-c", _BESIDE_LLVMLITE], check=True)
+    run_alone(_BESIDE_LLVMLITE)
 
 
 def test_olmo_hybrid_is_still_not_told_its_convolutions() -> None:

@@ -2,11 +2,10 @@
 
 import inspect
 import logging
-import subprocess
-import sys
 
 import pytest
 
+from tests.support.processes import run_code
 from vllm_gaudi_spec import environment, upstream
 from vllm_gaudi_spec.upstream import messages
 
@@ -30,7 +29,7 @@ for failure in {[*FAILURES]}:
         sys.excepthook(*sys.exc_info())
     print("\\n--", file=sys.stderr)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = run_code(code, check=True)
     *shown, _ = result.stderr.split("\n--\n")
     for text, expected in zip(shown, FAILURES.values(), strict=True):
         last = text.strip().splitlines()[-1]
@@ -43,7 +42,7 @@ def test_an_unusable_installation_is_one_line() -> None:
         "from vllm_gaudi_spec import upstream, config; upstream.end_errors_with_their_message()\n"
         "raise config.UnusableInstallationError('torchvision is wrong; pip uninstall torchvision.')"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = run_code(code)
     assert result.returncode == 1
     assert result.stderr == "vllm: error: torchvision is wrong; pip uninstall torchvision.\n"
 
