@@ -31,8 +31,8 @@ def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[s
 
 def run_code(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """In a new Python, in which no other test has installed a card or imported a package."""
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, **{"capture_output": True, "text": True, "check": False, "timeout": 300} | options)
+    settings = {"capture_output": True, "text": True, "check": False, "timeout": _SECONDS} | options
+    return subprocess.run([sys.executable, "-c", code, *arguments], **settings)
 
 
 def python_path(*folders: str | Path) -> str:
