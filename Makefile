@@ -167,7 +167,7 @@ verify-torch211:  ## test the emulated Gaudi on torch 2.11, as in images of Gaud
 
 .PHONY: verify-vendor
 verify-vendor: $(VENV)/.stamp-dev  ## test vllm-gaudi on the emulated Gaudi, and its worker beside ours (VENDOR=checkout, ARGS=)
-	@[ -d '$(VENDOR)' ] || { echo "error: VENDOR= names a checkout of vllm-gaudi v0.26.0"; exit 2; }
+	@[ -d '$(VENDOR)' ] || { echo "error: VENDOR= names a checkout of vllm-gaudi at 091bbadd"; exit 2; }
 	@$(BIN)/python -m tests.vendor vllm-gaudi '$(VENDOR)' $(ARGS)
 
 .PHONY: verify-optimum

@@ -112,6 +112,21 @@ def media() -> str:
 Row = dict[str, Any]
 
 
+VENDOR_ROWS = (
+    "graphs made in warm-up",
+    "programs compiled in warm-up",
+    "compiles after warm-up",
+    "copies to the host a step",
+    "graph replays a step",
+    "launches a step",
+    "uploads a step",
+    "KV read, MB",
+    "bytes moved, MB",
+    "tokens that are neither transformers' nor tied with them",
+)
+"""The counts of `tests/vendor` that the page shows."""
+
+
 def rows_of(result: str, number: int = 0) -> list[Row]:
     """Return a table of a result file as one dictionary per row."""
     found = json.loads((RESULTS / f"{result}.json").read_text())["tables"][number]
@@ -460,6 +475,16 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu_experts": lambda: pick(
         rows_of("experts", 1),
         {name: name for name in ("E, K, hidden, inner", "T = 1", "8", "32", "128", "512", "2,048")},
+    ),
+    "gaudi_vendor": lambda: pick(
+        (row for row in rows_of("gaudi_vendor") if row["counted"] in VENDOR_ROWS),
+        {
+            "counted": "counted on the emulated card",
+            "vllm-gaudi": "vllm-gaudi",
+            "ours": "here",
+            "vllm-gaudi, n-gram, k = 3": "vllm-gaudi, n-grams",
+            "ours, n-gram, k = 3": "here, n-grams",
+        },
     ),
     "gaudi_graphs": lambda: pick(
         # The other lists of buckets that were counted are no longer made.

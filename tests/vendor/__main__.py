@@ -1,6 +1,6 @@
 """Software that is known to run on Gaudis, on the emulated one: does the emulator take what cards take?
 
-    make verify-vendor VENDOR=<checkout of vllm-gaudi v0.26.0>
+    make verify-vendor VENDOR=<checkout of vllm-gaudi at 091bbadd>
     make verify-optimum
 
 The first runs vllm-gaudi's own tests of its operators as they are, then one workload through its worker and through
@@ -18,8 +18,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
+from benchmarks.shared.common import markdown, write_json
 from tests.vendor import beside, environment, known, operators
 from tests.vendor.environment import OUT
 from tests.vendor.workload import NUM_DRAFTS
@@ -29,23 +31,24 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.vendor", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="software", required=True)
     vllm_gaudi = commands.add_parser("vllm-gaudi")
-    vllm_gaudi.add_argument("checkout", type=Path, help=f"of vllm-gaudi, release {known.VLLM_GAUDI}")
+    vllm_gaudi.add_argument("checkout", type=Path, help=f"of vllm-gaudi, at {known.VLLM_GAUDI}")
     vllm_gaudi.add_argument("--files", nargs="*", choices=known.FILES, metavar="FILE", help="only these of its tests")
+    vllm_gaudi.add_argument("--json", type=Path, help="also write the counts of serving to this file")
     vllm_gaudi.add_argument("--no-serving", action="store_true", help="only its tests")
     commands.add_parser("optimum-habana")
     return parser.parse_args()
 
 
 def check_release(checkout: Path) -> None:
-    """That it is the one whose failures are known, unchanged."""
+    """Refuse a checkout other than the one whose failures are known, unchanged."""
     if not (checkout / "vllm_gaudi").is_dir():
         raise SystemExit(f"error: {checkout} holds no folder vllm_gaudi")
-    wanted = f"v{known.VLLM_GAUDI}"
-    command = ["git", "-C", str(checkout), "describe", "--tags", "--dirty"]
+    wanted = known.VLLM_GAUDI
+    command = ["git", "-C", str(checkout), "describe", "--tags", "--abbrev=8", "--dirty"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = done.stdout.strip() or " ".join(done.stderr.split())
     if found != wanted:
-        raise SystemExit(f"error: {checkout} is {found}; git -C {checkout} checkout {wanted}")
+        raise SystemExit(f"error: {checkout} is {found}; git -C {checkout} checkout {wanted.rpartition('-g')[2]}")
 
 
 def install(python: str, checkout: Path) -> Path:
@@ -56,14 +59,14 @@ def install(python: str, checkout: Path) -> Path:
     command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]
     subprocess.run(
         [*command, "--no-build-isolation", "--editable", str(copy)],
-        env=os.environ | {"SETUPTOOLS_SCM_PRETEND_VERSION": known.VLLM_GAUDI},
+        env=os.environ | {"SETUPTOOLS_SCM_PRETEND_VERSION": known.VLLM_GAUDI.split("-")[0]},
         check=True,
     )
     return copy
 
 
-def side_by_side(python: str, variables: dict[str, str]) -> tuple[list[str], list[str]]:
-    """The table, and what is wrong."""
+def side_by_side(python: str, variables: dict[str, str], json: Path | None) -> tuple[list[str], list[str]]:
+    """Return the table and what is wrong."""
     checkpoint = OUT / "checkpoint"
     beside.make_checkpoint(checkpoint)
     # Without the self-test, whose graphs serve nobody.
@@ -85,10 +88,27 @@ def side_by_side(python: str, variables: dict[str, str]) -> tuple[list[str], lis
     for name, (right, num, gap) in agreed.items():
         if name.startswith("ours") and right != num:
             wrong.append(f"{name}: {num - right} of {num} tokens are not those of transformers, by up to {gap:.2f}")
-    return beside.table(runs, agreed), wrong
+    found = beside.tabulate(runs, agreed)
+    if json is not None:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=environment.ROOT, capture_output=True, text=True)
+        command = f"make verify-vendor VENDOR=../vllm-gaudi ARGS='--files --json {json}'"
+        write_json(
+            json,
+            {
+                "title": f"vllm-gaudi {known.VLLM_GAUDI} and this project, serving one workload on one emulated card",
+                "date": f"{date.today()}",
+                "machine": "emulated Gaudi 2, lazy mode",
+                "command": command,
+                "program_at_commit": commit.stdout.strip()[:8],
+                "tables": [found],
+            },
+        )
+    return [*markdown(found["columns"], found["rows"]).splitlines(), "", found["conditions"]], wrong
 
 
-def check_vllm_gaudi(checkout: Path, files: Sequence[str], serving: bool) -> tuple[list[str], list[str]]:
+def check_vllm_gaudi(
+    checkout: Path, files: Sequence[str], serving: bool, json: Path | None
+) -> tuple[list[str], list[str]]:
     """Lines of the report, and what is wrong."""
     check_release(checkout)
     python = environment.python_of("vllm-gaudi")
@@ -100,7 +120,7 @@ def check_vllm_gaudi(checkout: Path, files: Sequence[str], serving: bool) -> tup
         print(f"{file}: {outcomes[-1].passed} passed, {len(outcomes[-1].failed)} failed", flush=True)
     lines, wrong = operators.table(outcomes), [surprise for one in outcomes for surprise in one.surprises]
     if serving:
-        counts, faults = side_by_side(python, variables)
+        counts, faults = side_by_side(python, variables, json)
         lines, wrong = [*lines, "", *counts], [*wrong, *faults]
     return lines, wrong
 
@@ -141,7 +161,7 @@ def main() -> int:
     OUT.mkdir(parents=True, exist_ok=True)
     if options.software == "vllm-gaudi":
         files = known.FILES if options.files is None else options.files
-        lines, wrong = check_vllm_gaudi(options.checkout, files, not options.no_serving)
+        lines, wrong = check_vllm_gaudi(options.checkout, files, not options.no_serving, options.json)
     else:
         lines, wrong = check_optimum_habana()
     out = OUT / f"{options.software}.md"

@@ -116,13 +116,13 @@ def _total(name: str, unit: float = 1, form: str = ".0f") -> Callable[[Run], str
 
 AROUND = (
     "Of vllm-gaudi's worker nothing is changed. Around it: its downloads are not late, although the card is hostile; "
-    "the n-gram proposer of vLLM 0.26 has larger buffers; its KV cache is marked for the counters."
+    "the n-gram proposer of its vLLM has larger buffers; its KV cache is marked for the counters."
 )
 
 ROWS: dict[str, Callable[[Run], str]] = {
     "engine steps": lambda run: str(run["steps"]),
     "graphs made in warm-up": lambda run: str(run["warm_up"]["graph_captures"]),
-    "other compiles in warm-up": lambda run: str(run["warm_up"]["lazy_compiles"]),
+    "programs compiled in warm-up": lambda run: str(run["warm_up"]["graph_captures"] + run["warm_up"]["lazy_compiles"]),
     "compiles after warm-up": _total("late_compiles"),
     "copies to the host a step": _per_step("host_reads"),
     "waits for the device a step": _per_step("syncs"),
@@ -141,10 +141,9 @@ ROWS: dict[str, Callable[[Run], str]] = {
 }
 
 
-def table(runs: Mapping[str, Run], agreed: Mapping[str, Agreement]) -> list[str]:
-    lines = [f"| | {' | '.join(runs)} |", f"| --- |{' --- |' * len(runs)}"]
-    for row, show in ROWS.items():
-        lines.append(f"| {row} | {' | '.join(show(run) for run in runs.values())} |")
-    shown = [f"{right} of {num}, gap {gap:.2f}" for right, num, gap in (agreed[name] for name in runs)]
-    lines.append(f"| tokens that transformers has, or in a tie | {' | '.join(shown)} |")
-    return [*lines, "", AROUND]
+def tabulate(runs: Mapping[str, Run], agreed: Mapping[str, Agreement]) -> dict[str, Any]:
+    """Return the counts as a table of `benchmarks/results`."""
+    shown = [f"{num - right} of {num}, gap {gap:.2f}" for right, num, gap in (agreed[name] for name in runs)]
+    rows = [[row, *map(show, runs.values())] for row, show in ROWS.items()]
+    rows.append(["tokens that are neither transformers' nor tied with them", *shown])
+    return {"conditions": AROUND, "columns": ["counted", *runs], "rows": rows}

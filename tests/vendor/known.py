@@ -3,15 +3,28 @@
 A failure that is not listed is red, and so is a listed test that passes.
 """
 
-VLLM_GAUDI = "0.26.0"
+VLLM_GAUDI = "v0.27.0rc0-51-g091bbadd"
+"""What `git describe` says of commit 091bbadda10bee4fd3f6d0efc1844d2610dd2707."""
 
 FILES = (
-    *("ops/test_hpu_fp8.py", "ops/test_hpu_awq.py", "ops/test_hpu_gptq.py", "ops/test_hpu_fused_moe.py"),
-    *("ops/test_hpu_compressed_tensors.py", "ops/test_hpu_custom_op_registration.py"),
-    *("ops/test_hpu_row_parallel_linear.py", "ops/test_hpu_gdn_pytorch.py", "ops/test_depthwise_conv1d_tpc.py"),
-    *("ops/test_hpu_layernorm.py", "ops/test_hpu_rotary_embedding.py", "sampler/test_hpu_sampler.py"),
-    *("test_bucketing.py", "test_decode_bucket_hybrid.py", "test_defragmentation.py", "test_flags.py"),
-    *("test_platform.py", "test_utils.py"),
+    "ops/test_hpu_fp8.py",
+    "ops/test_hpu_awq.py",
+    "ops/test_hpu_gptq.py",
+    "ops/test_hpu_fused_moe.py",
+    "ops/test_hpu_compressed_tensors.py",
+    "ops/test_hpu_custom_op_registration.py",
+    "ops/test_hpu_row_parallel_linear.py",
+    "ops/test_hpu_gdn_pytorch.py",
+    "ops/test_depthwise_conv1d_tpc.py",
+    "ops/test_hpu_layernorm.py",
+    "ops/test_hpu_rotary_embedding.py",
+    "sampler/test_hpu_sampler.py",
+    "test_bucketing.py",
+    "test_decode_bucket_hybrid.py",
+    "test_defragmentation.py",
+    "test_flags.py",
+    "test_platform.py",
+    "test_utils.py",
 )
 
 # Why the others do not run here.
@@ -26,7 +39,13 @@ _TOPK = "topk with sorted=False, which bridge 1.19 refuses, and so does the host
 _AUTOGRAD = "autograd asks torch's C++ which accelerator there is, and the emulated card is none for it"
 
 # By the beginning of a test's name within its file.
+_BYTES = (
+    "safetensors uploads bytes and views them as e4m3 on the card, which converts numbers in lazy mode (lesson O39); "
+    "vllm-gaudi's CI runs in eager mode"
+)
+
 KNOWN_FAILURES: dict[str, str] = {
+    "ops/test_hpu_fp8.py::test_fp8_linear_method": _BYTES,
     "ops/test_hpu_fused_moe.py::test_gather_swigluoai_moe_matches_dense": _TOPK,
     "ops/test_depthwise_conv1d_tpc.py::test_bf16_gradient": _AUTOGRAD,
 }

@@ -47,8 +47,8 @@ def run(python: str, folder: Path, file: str, variables: Mapping[str, str], out:
     outcome = judge(file, report)
     if status not in _ENDED:
         outcome.surprises.append(f"{file}: pytest ended with {status}, see {log.name}")
-    if outcome.passed == 0:
-        outcome.surprises.append(f"{file}: no test passed, see {log.name}")
+    if not (outcome.passed or outcome.failed):
+        outcome.surprises.append(f"{file}: no test ran, see {log.name}")
     return outcome
 
 

@@ -4,7 +4,7 @@ python workload.py CHECKPOINT OUT [--ngram]
 
 Runs in our environment and in the vendor's, in one process, so that the card and its counters are at hand. Nothing of
 the workers is changed; what stands around the vendor's: its KV cache is marked for the counters, and the n-gram
-proposer of vLLM 0.26 gets room for the vendor's warm-up, which writes past its buffers. And downloads into memory that
+proposer of its vLLM gets room for the vendor's warm-up, which writes past its buffers. And downloads into memory that
 is not pinned do not arrive late there: the worker waits for an event alone (hpu_model_runner.py,
 AsyncHPUModelRunnerOutput), and with a hostile card's downloads every token of it is what lay in that memory.
 """
