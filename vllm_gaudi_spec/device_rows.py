@@ -62,13 +62,14 @@ class DeviceRows:
 
     @staticmethod
     def count_bytes(max_rows: int, *defaults: np.ndarray) -> int:
-        """Return the size of the tables."""
-        return (max_rows + 1) * sum(default_X.nbytes for default_X in defaults)
+        """Return the size of the tables and of the default rows beside them."""
+        num_rows = max_rows + 1 + sum(group_sizes(max_rows))
+        return num_rows * sum(default_X.nbytes for default_X in defaults)
 
     def set(self, row: int, *values: np.ndarray | None) -> None:
         """Set a row of each table, where None stands for the default.
 
-        A row that already has the default values is not copied again.
+        A row that already has the defaults in all tables is not copied again.
         """
         differs = any(values_X is not None for values_X in values)
         if differs or row in self._differs:

@@ -171,7 +171,8 @@ class Texts:
                 given[[row == 0 for row in members] + [True] * pad_rows] = self.poison
         upload = self.layer.backend.memory.upload
         padding = [0] * pad_rows
-        step = self.layer.step if decode or any(starts) else self.layer.first_step
+        is_first = self.layer.backend.traits.causal_first_chunks and not decode and not any(starts)
+        step = self.layer.first_step if is_first else self.layer.step
         out = step(
             upload(torch.tensor(starts + padding, dtype=torch.int32)),
             upload(torch.tensor(real + padding, dtype=torch.int32)),

@@ -68,12 +68,13 @@ def looping_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
+    """Return the requests of a module that defines none of its own."""
     return mixed_requests(48)
 
 
 @pytest.fixture(scope="module")
 def plain(requests: list[Request]) -> Plain:
-    """For modules with `requests` of their own."""
+    """Return the answers to the module's requests without drafts."""
     return without_drafts(requests)
 
 

@@ -122,7 +122,7 @@ def test_experts_and_latent_attention_stay_unquantized(family: str, tiny: Callab
     assert layer == AROUND[family]
     config, drafts = found.serving("target", "maxabs_pow2"), ngram(3, **STRICT)
     with quantizing(config), engine(model, speculative_config=drafts, **SIZES) as llm:
-        modules = llm.collective_rpc(lambda worker: [*worker.model_runner.target.model.named_modules()])[0]
+        (modules,) = llm.collective_rpc(lambda worker: [*worker.model_runner.target.model.named_modules()])
         changed = [name for name, part in modules if isinstance(getattr(part, "quant_method", None), CalibratedLinear)]
         assert {name.rpartition("layers.1.")[2] for name in changed if ".layers.1." in name} == {
             name for name in layer if name.endswith("proj")

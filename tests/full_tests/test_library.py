@@ -30,18 +30,9 @@ class Extension:
 
 
 @pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("traces")
-
-
-@pytest.fixture(scope="module")
-def speculating(looping_llama: str, cousin: str, traces: Path) -> Iterator[LLM]:
-    with engine(
-        looping_llama,
-        speculative_config=DRAFT | dict(model=cousin),
-        worker_extension_cls=f"{__name__}.Extension",
-        profiler_config=dict(profiler="torch", torch_profiler_dir=str(traces), torch_profiler_use_gzip=False),
-    ) as llm:
+def speculating(looping_llama: str, cousin: str) -> Iterator[LLM]:
+    extension = f"{__name__}.Extension"
+    with engine(looping_llama, speculative_config=DRAFT | dict(model=cousin), worker_extension_cls=extension) as llm:
         yield llm
 
 
@@ -57,6 +48,7 @@ def test_worker_extension_finds_the_runner(speculating: LLM) -> None:
     [
         ("sleep", "Sleep mode is not supported"),
         ("discard", "Sleep mode is not supported"),
+        ("profile", "Profiling is not enabled"),
         ("reload_weights", "start another engine with the new ones"),
         ("update_weights", "start another engine with the new ones"),
         ("save_sharded_state", "read the checkpoint's files"),
@@ -67,16 +59,6 @@ def test_unsupported_worker_calls_are_refused(name: str, words: str, speculating
         speculating.collective_rpc(name)
 
 
-def test_profiler_traces_the_requested_steps(speculating: LLM, traces: Path) -> None:
-    speculating.start_profile("drafts")
-    speculating.generate({"prompt_token_ids": PROMPTS[0]}, GREEDY, use_tqdm=False)
-    speculating.stop_profile()
-    speculating.generate({"prompt_token_ids": PROMPTS[1]}, GREEDY, use_tqdm=False)
-    (trace,) = traces.glob("drafts_*rank0*.json")
-    events = json.loads(trace.read_text())["traceEvents"]
-    assert "aten::index_select" in {event["name"] for event in events}
-
-
 def test_worker_methods_have_upstream_names() -> None:
     """Fails when upstream's worker loses or renames one: then the name goes here as well."""
     from vllm.v1.worker.gpu_worker import Worker as Upstream
@@ -85,3 +67,17 @@ def test_worker_methods_have_upstream_names() -> None:
 
     names = set(vars(Worker)) - set(vars(WorkerBase)) - {"step_report", "save_measurements", "self_test", "profiler"}
     assert {name for name in names if not name.startswith("_")} - set(dir(Upstream)) == {"backend"} & names
+
+
+def test_profiler_writes_a_trace_between_start_and_stop(looping_llama: str, tmp_path: Path) -> None:
+    profiler = dict(profiler="torch", torch_profiler_dir=str(tmp_path), torch_profiler_use_gzip=False)
+    with engine(looping_llama, profiler_config=profiler) as llm:
+        for name, prompt in zip("ab", PROMPTS, strict=False):
+            llm.start_profile(name)
+            llm.generate({"prompt_token_ids": prompt}, GREEDY, use_tqdm=False)
+            llm.stop_profile()
+        llm.generate({"prompt_token_ids": PROMPTS[2]}, GREEDY, use_tqdm=False)
+    traces = [tmp_path.glob(f"{name}_*rank0*.json") for name in "ab"]
+    calls = [[event["name"] for event in json.loads(trace.read_text())["traceEvents"]] for (trace,) in traces]
+    assert min(names.count("aten::index_select") for names in calls) > 12, "one or more in each step"
+    assert len([*tmp_path.glob("*.json")]) == 2

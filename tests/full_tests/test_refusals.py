@@ -129,7 +129,7 @@ def test_head_for_another_size_is_refused(
 def test_target_without_auxiliary_states_is_refused() -> None:
     message = refusal(target("mtp"), speculative_config=head("eagle3", 3))
     assert "MiMoForCausalLM does not return the hidden states of" in message
-    assert "another method" in message
+    assert "set a drafter made for this target, or another method, in --speculative-config" in message
 
 
 def test_more_drafts_than_medusa_heads_are_refused() -> None:

@@ -339,6 +339,7 @@ REFUSED: list[tuple[str | None, dict[str, Any]]] = [
     ("LoRA adapters are not supported", dict(quant="MEASURE", options=EXTENSION | dict(enable_lora=True))),
     # Options of vLLM
     ("is a diffusion language model", dict(options=dict(hf_overrides={"canvas_length": 8}))),
+    ("profiler type for cpu.*; leave out --profiler-config", dict(options=dict(profiler_config={"profiler": "cuda"}))),
     ("format pt reads pickles", dict(options=dict(load_format="pt"))),
     ("format npcache reads", dict(speculative=DRAFT | dict(draft_load_config={"load_format": "npcache"}))),
     (

@@ -161,8 +161,9 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         spans = attn_metadata.spans
         if spans is not None and spans.in_windows_only and self.sliding_window is None:
             attn_metadata = replace(attn_metadata, spans=None)  # keeps the plans
-        if attn_metadata.from_start and key is not None and value is not None and self.kv_dtype is None:
-            attn_metadata = replace(attn_metadata, fresh_kv=(key, value))
+        stores_own_kv = self.kv_dtype is None and self.kv_sharing_target_layer_name is None
+        if attn_metadata.from_start and stores_own_kv and key is not None and value is not None:
+            attn_metadata = replace(attn_metadata, fresh_kv=(self._finite(key), self._finite(value)))
         attended: torch.Tensor = self._ops.attend(query, kv_cache, attn_metadata, self.spec)
         return attended
 

@@ -43,7 +43,7 @@ def load_drafter(
                 head = load_head(speculation.method, vllm_config, backend, target, group)
             own = set(head.model.modules())  # without those that the target has replaced
             if missing := [name for name, module in unloaded if module in own]:
-                raise ValueError(f"it has no weights for {shown(missing)}, or they are not numbers")
+                raise ValueError(f"it has no weights for {shown(missing)}, or they contain NaN")
             return head
         quantization = Quantization.of_drafter(vllm_config, target.model)
         return LoadedModel(

@@ -48,7 +48,9 @@ class Variable(NamedTuple):
         return found
 
 
-DEVICE = Variable("VGS_DEVICE", "the first card found, else cpu", "the device, such as hpu; errors list all names")
+DEVICE = Variable(
+    "VGS_DEVICE", "the first Gaudi or NPU found, else cpu", "the device, such as hpu or cuda; errors list all names"
+)
 SKIP_WARMUP = Variable(
     "VGS_SKIP_WARMUP", "0", "1 compiles graphs while serving instead of before, for experiments only"
 )

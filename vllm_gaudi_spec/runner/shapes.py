@@ -219,8 +219,9 @@ class Shapes:
 
     def begins_at_start(self, shape: Shape) -> bool:
         """Whether all chunks of this shape begin at position 0, if `prefill` was given their `start`."""
-        first = self.prefill_contexts(shape.queries)[0]
-        return self.causal_first_chunks and (shape.phase, shape.context) == (PREFILL, first)
+        if shape.phase != PREFILL or self.slice_tokens or not self.causal_first_chunks:
+            return False
+        return shape.context == self.prefill_contexts(shape.queries)[0]
 
     def prefill_slices(self, num_rows: int, end: int) -> Shape:
         """Return the shape of prompt chunks in slices, with `num_rows` rows in all."""

@@ -241,7 +241,7 @@ def answer_bad_media(original: Callable[..., Any], *args: Any, **named: Any) -> 
     media = getattr(loaded, "media", loaded)
     if isinstance(media, tuple):  # frames and their metadata, or samples and their rate
         if not len(media[0]):
-            raise ValueError("Failed to load media: it has no frames and no samples.")
+            raise ValueError("Failed to load media: it is empty.")
         if isinstance(media[0], np.ndarray) and media[0].dtype.kind == "f" and not (abs(media[0]) <= _LOUDEST).all():
             raise ValueError(f"Failed to load media: a sound has samples beyond {_LOUDEST:.0f}, or not finite.")
     return loaded

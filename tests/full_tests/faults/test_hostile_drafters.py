@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.full_tests.test_refusals import refusal
+from tests.support.marks import quick_and_slow
 
 DEMO = Path(__file__).parents[3] / "demo" / "tiny"
 TARGET = str(DEMO / "target")
@@ -58,10 +59,9 @@ CASES: dict[str, tuple[str, str, Callable[[Path], None], str]] = {
     "token ids below the vocabulary": ("eagle3", "eagle3", set_d2t(-(10**6)), "outside of the target's vocabulary"),
 }
 QUICK = ("missing matrices", "missing layers")
-PARAMS = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 
 
-@pytest.mark.parametrize("case", PARAMS)
+@pytest.mark.parametrize("case", quick_and_slow(QUICK, CASES))
 def test_hostile_drafter_is_refused(case: str, tmp_path: Path) -> None:
     method, name, damage, said = CASES[case]
     folder = shutil.copytree(DEMO / name, tmp_path / "drafter")

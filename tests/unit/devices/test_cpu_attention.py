@@ -80,6 +80,7 @@ def test_layers_without_a_window_can_stay_causal_over_images(window: int | None,
     found = layer.forward(None, query, None, None, cache, call)
     blocks_NSKD = (stored.view(2, BLOCK, KV_HEADS, SIZE) for stored in (keys, values))
     spans = [] if in_windows_only and window is None else [(2, 6)]
+    assert (layer.spec.scale, layer.spec.sliding_window) == (SIZE**-0.5, window)
     expected = attend_row(query, *blocks_NSKD, {0: 1}, 0, layer.spec, spans)
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=0)
     assert call.spans is not None, "the next layer has a window"

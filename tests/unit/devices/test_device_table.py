@@ -35,6 +35,8 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for name in loaded():
         del sys.modules[name]
+    vars(devices).pop("toy", None)
+    device_table.other_platform_plugins.cache_clear()
 
 
 def loaded() -> set[str]:

@@ -82,9 +82,10 @@ def test_memory_beside_kv_counts_what_steps_keep(
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in states if tensor.ndim == 2}
     assert len(sizes) == (2 if carried_size is None else 4)
     assert counted["hidden states of all sequences and of a step's prompt chunks"] == sum(sizes.values())
-    tables = runner.sampling._rows.tables
-    assert len(tables) == 6
-    assert counted["sampling parameters of all sequences"] == sum(table_RX.nbytes for table_RX in tables)
+    rows = runner.sampling._rows
+    assert len(rows.tables) == 6
+    kept = [*rows.tables, *(default_NX for group in rows._default_NX.values() for default_NX in group)]
+    assert counted["sampling parameters of all sequences"] == sum(tensor.nbytes for tensor in kept)
 
 
 def test_row_is_reset_although_its_request_never_samples(tmp_path: Path) -> None:
