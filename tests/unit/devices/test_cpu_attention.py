@@ -84,3 +84,28 @@ def test_layers_without_a_window_can_stay_causal_over_images(window: int | None,
     expected = attend_row(query, *blocks_NSKD, {0: 1}, 0, layer.spec, spans)
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=0)
     assert call.spans is not None, "the next layer has a window"
+
+
+@pytest.mark.parametrize(("shares_kv", "from_start"), [(False, True), (True, True), (False, False)])
+def test_first_chunk_is_given_its_keys_finite(
+    shares_kv: bool, from_start: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache holds them finite, too. A layer that reads another layer's cache is not given its own."""
+    layer = RectangleAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "auto")
+    layer.kv_sharing_target_layer_name = "another layer" if shares_kv else None
+    cache = torch.zeros(2, KV_HEADS, BLOCK, 2 * SIZE)
+    layer.bind(SimpleNamespace(layer_name="a layer"), cache, load_backend())
+    given: list[AttentionCall] = []
+    monkeypatch.setattr(layer._ops, "attend", lambda query, kv_cache, call, spec: given.append(call), raising=False)
+    call = AttentionCall(
+        num_rows=1,
+        num_queries=2,
+        starts_B=torch.tensor([0], dtype=torch.int32),
+        block_table_BW=torch.tensor([[1]], dtype=torch.int32),
+        from_start=from_start,
+    )
+    key, value = (torch.full((2, KV_HEADS, SIZE), number) for number in (torch.nan, torch.inf))
+    layer.forward(None, torch.zeros(2, HEADS, SIZE), key, value, cache, call)
+    (call,) = given
+    assert len(call.fresh_kv) == (2 if from_start and not shares_kv else 0)
+    assert all(part.isfinite().all() for part in call.fresh_kv)
