@@ -39,7 +39,8 @@ def load_drafter(
     group = _get_drafter_group(vllm_config, target)
     try:
         if METHODS[speculation.method].reads_hidden_states:
-            with upstream.list_unloaded_matrices() as unloaded:
+            unloaded: list[tuple[str, nn.Module]] = []
+            with upstream.list_unloaded_matrices(unloaded):
                 head = load_head(speculation.method, vllm_config, backend, target, group)
             own = set(head.model.modules())  # without those that the target has replaced
             if missing := [name for name, module in unloaded if module in own]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from vllm_gaudi_spec.config import UnsupportedConfigError, explain_pickled_weights
@@ -91,9 +91,8 @@ def refuse_pickled_weights(
     return found
 
 
-@contextmanager
-def list_unloaded_matrices() -> Iterator[list[tuple[str, Any]]]:
-    """Within the context, list the matrices of loaded models that the checkpoint does not fill, with their modules.
+def list_unloaded_matrices(unloaded: list[tuple[str, Any]]) -> AbstractContextManager[None]:
+    """Within the context, append the matrices of loaded models that the checkpoint does not fill, with their modules.
 
     Matrices of integers or FP8 are not listed.
     Reason: upstream checks only classes whose `load_weights` returns the names that it loaded. Those of most heads
@@ -102,7 +101,6 @@ def list_unloaded_matrices() -> Iterator[list[tuple[str, Any]]]:
     """
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    unloaded: list[tuple[str, Any]] = []
     original = DefaultModelLoader.load_weights
 
     def list_marks(model: Any) -> Iterator[tuple[str, Any]]:
@@ -120,8 +118,7 @@ def list_unloaded_matrices() -> Iterator[list[tuple[str, Any]]]:
             if marks.isnan().any():
                 unloaded.append((name, model.get_submodule(name.rpartition(".")[0])))
 
-    with replaced(DefaultModelLoader, "load_weights", load_weights):
-        yield unloaded
+    return replaced(DefaultModelLoader, "load_weights", load_weights)
 
 
 def read_weights(read: Callable[..., Any]) -> None:

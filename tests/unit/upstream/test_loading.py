@@ -144,7 +144,8 @@ class Head(nn.Module):
 def test_matrices_without_weights_are_listed(unloaded: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DefaultModelLoader, "load_weights", lambda loader, model, model_config: model.load_weights(()))
     head = Head(unloaded)
-    with upstream.list_unloaded_matrices() as found:
+    found: list[tuple[str, Any]] = []
+    with upstream.list_unloaded_matrices(found):
         DefaultModelLoader(LoadConfig()).load_weights(head, None)  # type: ignore[arg-type]
     matrices = [name for name in unloaded if name != "norm.weight"]
     assert found == [(name, head.get_submodule(name.removesuffix(".weight"))) for name in matrices]
