@@ -32,7 +32,7 @@ class Device(NamedTuple):
     platform: str
     """Module in `devices/` and platform class, through which vLLM sees the device."""
     title: str
-    """What users call the card."""
+    """The name of the card in messages."""
     software: str | None = None
     """The package from the vendor's image without which the card cannot be used."""
     nodes: tuple[tuple[str, str], ...] = ()
@@ -43,8 +43,8 @@ class Device(NamedTuple):
     """Whether `graph-check` can count graphs that are made late."""
 
 
-# By the value of VGS_DEVICE. This row is all that a device needs outside of its folder. If there are several kinds of
-# cards, the first one here is used.
+# The keys are the values of VGS_DEVICE. A row is all that a device needs outside of its folder. If there are several
+# kinds of cards, the first one here is used.
 DEVICES = {
     "cpu": Device("cpu.backend", "cpu.platform.CpuSpecPlatform", "CPU", computes_on_host=True),
     "hpu": Device(
@@ -78,7 +78,7 @@ DEVICES = {
 }
 
 
-# For other releases of vLLM: importing the module raises the refusal.
+# This is the platform with other releases of vLLM. Importing its module raises the refusal.
 REFUSING_PLATFORM = "vllm_gaudi_spec.platforms.refusing.Platform"
 
 

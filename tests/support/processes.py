@@ -25,18 +25,18 @@ def run_tests(*tests: str, **environment: str) -> None:
 
 
 def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """With all that the command prints in `stdout`."""
+    """Run a command, and return everything that it prints in `stdout`."""
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, **options)
 
 
 def run_code(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """In a new Python, in which no other test has installed a card or imported a package."""
+    """Run code in a new Python, in which no other test has installed a card or imported a package."""
     settings = {"capture_output": True, "text": True, "check": False, "timeout": _SECONDS} | options
     return subprocess.run([sys.executable, "-c", code, *arguments], **settings)
 
 
 def python_path(*folders: str | Path) -> str:
-    """With which a new Python finds the repository's packages, after those in `folders`."""
+    """Return the PYTHONPATH by which a new Python finds the packages in `folders`, then those of the repository."""
     return os.pathsep.join(filter(None, [*map(str, folders), str(ROOT), os.environ.get("PYTHONPATH")]))
 
 

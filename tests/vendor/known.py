@@ -4,7 +4,7 @@ A failure that is not listed is red, and so is a listed test that passes.
 """
 
 VLLM_GAUDI = "v0.27.0rc0-51-g091bbadd"
-"""What `git describe` says of commit 091bbadda10bee4fd3f6d0efc1844d2610dd2707."""
+"""The version from `git describe` at commit 091bbadda10bee4fd3f6d0efc1844d2610dd2707."""
 
 FILES = (
     "ops/test_hpu_fp8.py",

@@ -1,4 +1,4 @@
-"""What vLLM's configuration accepts: methods, acceptance rules, options, and trust in code from checkpoints."""
+"""Patches of vLLM's configuration: its methods, acceptance rules, options, and trust in code from checkpoints."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from vllm_gaudi_spec.upstream.release import FROM_0_33
 
 
 def describe_drafters() -> None:
-    """Change how a speculative configuration describes its drafter. Each of the seven parts can be removed on its
-    own.
+    """Change how a speculative configuration describes its drafter. Each part can be removed separately.
 
     Treat method `universal_draft` as a draft model with `use_heterogeneous_vocab`, for every draft sample method and
     for vocabularies of any size.

@@ -22,8 +22,7 @@ _ACCELERATOR_CALLS = {
 
 
 def answer_accelerator_calls(device_type: str) -> None:
-    """Forward vLLM's calls of `torch.accelerator` to the device's own module, or ignore them on a CPU, which uses host
-    memory.
+    """Forward vLLM's calls of `torch.accelerator` to the device's own module, or ignore them on a CPU.
 
     Reason: torch's functions need an allocator that Gaudi's bridge and older releases of torch_npu do not have
     ("Allocator for hpu is not a DeviceAllocator"), although torch sees the card as its accelerator. They also raise on

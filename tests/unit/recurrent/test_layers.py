@@ -56,7 +56,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
     cleanup_dist_env_and_memory()
 
 
-# Of the layers of Qwen3-Next and OLMo Hybrid
+# Sizes of the layers of Qwen3-Next and OLMo Hybrid
 DELTA_NET = dict(hidden_size=HIDDEN, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=6)
 
 

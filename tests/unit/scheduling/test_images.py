@@ -73,7 +73,7 @@ def request(name: str) -> Request:
 
 
 def test_cached_image_is_sent_to_the_worker(tmp_path: Path) -> None:
-    """With vLLM's older contract, by which a request is sent once."""
+    """vLLM's older contract sends a request once."""
     upstream.apply()
     scheduler: Any = scheduler_of(SpecScheduler, tmp_path)
     scheduler.use_v2_model_runner = False
