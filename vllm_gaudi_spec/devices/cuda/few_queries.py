@@ -32,7 +32,7 @@ _MOST_ARRIVALS = 4096
 _COMBINED = 8192
 """How many numbers of parts are combined at once."""
 _LAUNCHED = 2048
-"""Most instances to launch where rows differ in length. Those without work take a little time each."""
+"""Most instances to launch where rows differ in length. Those without work take a little time each, and start last."""
 _ENOUGH_SPLITS = 4
 """Batches of few rows have more splits than this, so one long row does not hold up the others."""
 
@@ -109,7 +109,7 @@ def attend(
         maxima, sums = torch.empty((2, *shape), dtype=torch.float32, device=out_TH.device).unbind(0)
         arrivals = _get_arrivals(out_TH.device)
     tile_l = triton.next_power_of_2(lanes)
-    _attend[(splits, spec.num_kv_heads, call.num_rows)](
+    _attend[(spec.num_kv_heads, call.num_rows, splits)](
         query_TH,
         key_TK,
         value_TK,
@@ -214,9 +214,9 @@ def _attend(
     EARLY: tl.constexpr,
 ):
     launch.let_next_start(EARLY)
-    split = tl.program_id(0)
-    head = tl.program_id(1)
-    row = tl.program_id(2)
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    split = tl.program_id(2)
     dim_D = tl.arange(0, TILE_D)
     lane_M = tl.arange(0, TILE_M)
     offset_M = lane_M // GROUP
@@ -230,7 +230,6 @@ def _attend(
     position_M = tl.load(positions_ptr + token_M, mask=used_M, other=0)
     position_Q = tl.load(positions_ptr + token_Q, mask=offset_Q < queries, other=0)
     slot_Q = tl.load(slots_ptr + token_Q, mask=offset_Q < queries, other=0)
-    cos_MD, sin_MD = _load_angles(position_M, used_M, rotary_ptr, HALF, TILE_D)
 
     # The earlier keys that any lane sees, then this split's share of them, in whole tiles.
     begin = 0
@@ -245,8 +244,11 @@ def _attend(
     low = begin + split * share
     high = tl.minimum(low + share, start)
     # New keys belong to the split after the last share with earlier keys, if there is one. Later splits have nothing to
-    # do: their number follows from the longest row of a bucket.
+    # do: their number follows from the longest row of a bucket. They end before they load or wait for anything.
     last = tl.minimum(tl.cdiv(start - begin, tl.maximum(share, 1)), used_splits - 1)
+    if split > last:
+        return
+    cos_MD, sin_MD = _load_angles(position_M, used_M, rotary_ptr, HALF, TILE_D)
     used_Q = (offset_Q < queries) & (split == last)
     cos_QD, sin_QD = _load_angles(position_Q, used_Q, rotary_ptr, HALF, TILE_D)
     exists_N = low + tl.arange(0, TILE_N) < high
@@ -267,8 +269,6 @@ def _attend(
     )
 
     launch.wait(EARLY)
-    if split > last:
-        return
     # Load everything that other kernels wrote together.
     new_QD = head * HEAD_SIZE + dim_D[None, :]
     used_QD = used_Q[:, None] & (dim_D < HEAD_SIZE)[None, :]
@@ -358,8 +358,9 @@ def _attend(
 def _average_tiles(starts_ptr, rows, even_splits, WINDOW: tl.constexpr, TILE_N: tl.constexpr):
     """Return the number of tiles of an instance if all rows had the average length, at least 1."""
     total = 0
-    for first in range(0, rows, 128):
-        row_R = first + tl.arange(0, 128)
+    # A warp adds up 32 lengths without waiting for the others.
+    for first in range(0, rows, 32):
+        row_R = first + tl.arange(0, 32)
         length_R = tl.load(starts_ptr + row_R, mask=row_R < rows, other=0)
         if WINDOW > 0:
             length_R = tl.minimum(length_R, WINDOW)
