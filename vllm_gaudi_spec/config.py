@@ -373,13 +373,22 @@ class Speculation:
         )
 
 
+_GOLDEN_RATIO = (1 + 5**0.5) / 2
+
+
 def _list_smaller_widths(spec_config: SpeculativeConfig, max_rows: int) -> tuple[int, ...]:
-    """Return the numbers of drafts per row, from 1 to k - 1, that a step may verify."""
+    """Return the numbers of drafts per row, from 1 to k - 1, that a step may verify.
+
+    Adaptive verification chooses among positions per row that differ by the golden ratio: each choice has graphs of its
+    own, and with powers of two the best number of drafts is often far from all choices.
+    """
     num_drafts = spec_config.num_speculative_tokens
     schedule = spec_config.num_speculative_tokens_per_batch_size or ()
     widths = {scheduled for first, _, scheduled in schedule if first <= max_rows}
-    if spec_config.enable_adaptive_verification:
-        widths |= {num_drafts >> exponent for exponent in range(1, num_drafts.bit_length())}
+    num_positions = 1 + num_drafts
+    while spec_config.enable_adaptive_verification and num_positions > 2:
+        num_positions = round(num_positions / _GOLDEN_RATIO)
+        widths.add(num_positions - 1)
     return tuple(sorted(width for width in widths if 0 < width < num_drafts))
 
 

@@ -592,7 +592,7 @@ BY_BATCH_SIZE = dict(num_speculative_tokens=5, num_speculative_tokens_per_batch_
     ("options", "widths"),
     [
         (dict(num_speculative_tokens=7), [7]),
-        (dict(num_speculative_tokens=7, enable_adaptive_verification=True), [1, 3, 7]),
+        (dict(num_speculative_tokens=7, enable_adaptive_verification=True), [1, 2, 4, 7]),
         (dict(num_speculative_tokens=1, enable_adaptive_verification=True), [1]),
         # No batch is that large.
         (dict(num_speculative_tokens=3, num_speculative_tokens_per_batch_size=[[1, 9999, 3], [10000, 10000, 2]]), [3]),
