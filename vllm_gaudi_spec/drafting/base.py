@@ -280,7 +280,7 @@ class Drafting:
     def apply(self, requests: Requests) -> None:
         """Update state for the requests that were admitted and ended."""
 
-    def update_drafter_state(self, resumed: list[Request], excluded: list[Request], *, disabled: bool) -> None:
+    def update_drafter_state(self, restarted: list[Request], excluded: list[Request], *, disabled: bool) -> None:
         """Apply the scheduler's decision about drafter faults, see `DrafterStatus`.
 
         With `disabled` the scheduler requests no more drafts, which is enough for drafters on the host. Drafters on the

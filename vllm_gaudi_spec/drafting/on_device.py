@@ -86,10 +86,10 @@ class DeviceDrafting(Drafting):
         if requests.admitted:
             self._row_limits.table.flush()
 
-    def update_drafter_state(self, resumed: list[Request], excluded: list[Request], *, disabled: bool) -> None:
+    def update_drafter_state(self, restarted: list[Request], excluded: list[Request], *, disabled: bool) -> None:
         self._disabled = disabled
-        if resumed:
-            self._kv_sync.on_faulty(resumed)
+        if restarted:
+            self._kv_sync.on_faulty(restarted)
         if excluded:
             self._kv_sync.invalidate(excluded)  # other requests would share blocks that may be the cause
         for request in excluded:

@@ -40,7 +40,7 @@ class HostDrafting(Drafting):
         if requests.ended:
             self._proposer.forget(requests.ended)
 
-    def update_drafter_state(self, resumed: list[Request], excluded: list[Request], *, disabled: bool) -> None:
+    def update_drafter_state(self, restarted: list[Request], excluded: list[Request], *, disabled: bool) -> None:
         for request in excluded:
             self._history.exclude(request.row)
 

@@ -312,7 +312,7 @@ class Shapes:
         ]
 
     def decode_sizes(self) -> list[tuple[int, int]]:
-        """Yield rows and context of every reachable decode."""
+        """Return rows and context of every reachable decode."""
         if not self.entries:
             return list(product(self.decode_rows, self.contexts))
         max_blocks = -(-self.max_len // self.block_size)
@@ -325,7 +325,7 @@ class Shapes:
         ]
 
     def all(self) -> list[Shape]:
-        """Yield every shape, largest first, so that the shape that needs the most memory allocates it once."""
+        """Return every shape, largest first, so that the shape that needs the most memory allocates it once."""
         decodes = (
             Shape(DECODE, rows, queries, context)
             for rows, context in self.decode_sizes()

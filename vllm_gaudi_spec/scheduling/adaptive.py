@@ -1,4 +1,4 @@
-"""Adaptive verification: choose how many drafts per row a step verifies, by the expected number of tokens per second.
+"""Adaptive verification: choose how many drafts per row the next step verifies, by expected tokens per second.
 
 All rows of a step share one shape, so the number of drafts per row is the batch's token budget. The choice depends on
 measured times and on the acceptance of earlier drafts, never on drafts that are still to be verified or on the noise

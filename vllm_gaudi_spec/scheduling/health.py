@@ -53,8 +53,9 @@ class DrafterHealth:
             if self._in_a_row == MAX_FAULTS_IN_A_ROW and not self.is_off:
                 self.is_off = True
                 logger.error(
-                    "Speculative decoding is disabled until the server restarts: the drafts of %d rounds in a row "
-                    "could not be used. Requests continue without speculation. See the warnings above for the reasons.",
+                    "Speculative decoding is disabled until the server restarts: in %d rounds in a row the drafter "
+                    "raised an error, which is logged above, or returned invalid tokens, counts or logits. Requests "
+                    "continue without speculation.",
                     MAX_FAULTS_IN_A_ROW,
                 )
         return self.num_faults - before

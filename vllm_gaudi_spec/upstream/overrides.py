@@ -1,7 +1,8 @@
 """Private methods of vLLM that our classes override, with their parameters.
 
-A release of vLLM may rename them or stop calling them, and ours would then be ignored without an error.
-tests/unit/upstream/test_overrides.py compares this table with vLLM and with our classes.
+A release of vLLM may rename them or change their parameters, and ours would then be ignored without an error.
+tests/unit/upstream/test_overrides.py compares this table with vLLM and with our classes. Whether vLLM still calls them,
+only the tests of what they do can tell.
 """
 
 from vllm_gaudi_spec.upstream.release import FROM_0_33

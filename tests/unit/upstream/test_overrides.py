@@ -1,4 +1,4 @@
-"""Check the methods of vLLM that our classes override: vLLM calls them, and no error says when it stops."""
+"""Check that vLLM still has the methods that our classes override, with the same parameters."""
 
 import ast
 import importlib

@@ -140,8 +140,8 @@ class TextDrafting(Drafting):
             self._timelines[request.row] = Timeline(self._reader)
             self._num_followed[request.row] = 0
 
-    def update_drafter_state(self, resumed: list[Request], excluded: list[Request], *, disabled: bool) -> None:
-        self._reset_rows(resumed)
+    def update_drafter_state(self, restarted: list[Request], excluded: list[Request], *, disabled: bool) -> None:
+        self._reset_rows(restarted)
         for request in excluded:
             self._history.exclude(request.row)
 
