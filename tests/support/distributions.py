@@ -100,7 +100,6 @@ def step(
     keys_N2: torch.Tensor,
     num_positions: int,
     num_drafts_N: np.ndarray | Callable[[np.ndarray], np.ndarray],
-    draft_starts: bool = True,
 ) -> np.ndarray:
     """Draft and verify once, as a runner would, and return the number of accepted drafts.
 
@@ -117,7 +116,7 @@ def step(
             temperature_N,
             keys_N2,
             starts_N + offset,
-            starts_N if draft_starts else torch.zeros_like(starts_N),
+            starts_N,
         )
         drafts.append(drafted.tokens_B)
         draft_probs.append(drafted.probs_BV)
@@ -185,7 +184,6 @@ def write(
     rows: int,
     seed: int = 0,
     ragged: bool = False,
-    draft_starts: bool = True,
     chunk: int = 50_000,
 ) -> tuple[np.ndarray, float]:
     """Return texts [rows, length] of `steps` steps each, and the mean number of accepted drafts.
@@ -199,7 +197,7 @@ def write(
         texts, keys = Texts.empty(count, length), request_keys(seed * rows + first, count)
         for _ in range(steps):
             num = rng.integers(0, num_positions + 1, count) if ragged else np.full(count, num_positions)
-            accepted += step(rule, target, drafter, texts, keys, num_positions, num, draft_starts).sum()
+            accepted += step(rule, target, drafter, texts, keys, num_positions, num).sum()
         written.append(finish(target, texts, rng))
     return np.concatenate(written), accepted / rows / steps
 

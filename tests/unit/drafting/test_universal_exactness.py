@@ -1,19 +1,19 @@
 """Exactness with another vocabulary: output follows the target's distribution although tokens differ.
 
-The drafter reads and drafts through MappedVocabulary, has only some of the target's tokens, and others of its own.
-Checked by enumeration if drafts can be enumerated, and by sampling with the real noise.
+The drafter reads and drafts through MappedVocabulary, has only some of the target's tokens, and others of its own. Its
+drafts follow the distribution that the rules are given, and the rules are exact for every distribution
+(tests/unit/sampling/test_exact_rules.py).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support import distributions, exact
-from tests.support.distributions import ALPHA, FIRST, Table, Texts, random_table, request_keys, text_probs, write
-from tests.unit.sampling.test_exact_rules import ROUNDING, RULES, STOPS, every_rule
+from tests.support import distributions
+from tests.support.distributions import ALPHA, FIRST, Table, Texts, random_table, request_keys, write
+from tests.unit.sampling.test_exact_rules import RULES
 from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap
 from vllm_gaudi_spec.drafting.vocabulary import MappedVocabulary
 from vllm_gaudi_spec.sampling.drafts import draft
@@ -82,42 +82,6 @@ def test_draft_distribution_is_restricted_to_common_tokens(share: float) -> None
         for target_id in np.flatnonzero(made.matched_V):
             expected[context, target_id] = probs[made.partners[target_id]]
     np.testing.assert_allclose(made.seen.probs_CV, expected / expected.sum(1, keepdims=True), atol=1e-6)
-
-
-def numbers_of_drafts(rng: np.random.Generator, least: int, most: int) -> Callable[[int], np.ndarray]:
-    return lambda num_rows: rng.integers(least, most + 1, num_rows)
-
-
-@every_rule
-@pytest.mark.parametrize("num_matched", [1, 2, 4])
-@pytest.mark.parametrize("num_positions", [1, 2])
-def test_two_steps_follow_joint_target_distribution(rule: str, num_matched: int, num_positions: int) -> None:
-    """Enumerates everything that two steps can write, for varying numbers of drafts."""
-    vocab = 4
-    for seed in range(3):
-        made, rng = pair(vocab, num_matched / vocab, order=2, seed=seed), np.random.default_rng(seed)
-        for ragged in (False, True):
-            numbers = numbers_of_drafts(rng, 0 if ragged else num_positions, num_positions)
-            probs = exact.two_step_text(STOPS[rule], made.target, made.seen, num_positions, numbers)
-            assert np.abs(probs - text_probs(made.target, 2 * (num_positions + 1))[0]).sum() / 2 < ROUNDING, (
-                seed,
-                ragged,
-            )
-
-
-@every_rule
-@every_share
-def test_two_sampled_steps_follow_target_distribution(rule: str, share: float) -> None:
-    """Drafted and verified as in the engine. A single draft is accepted with the overlap probability."""
-    made = pair(VOCAB, share)
-    texts, _ = write(
-        RULES[rule].verify, made.target, made.seen, num_positions=2, steps=2, length=4, rows=DRAWS, seed=3, ragged=True
-    )
-    p_values = distributions.p_values(texts[:, :2], made.target, BINS)
-    assert min(p_values) > ALPHA, p_values
-    _, accepted = write(RULES[rule].verify, made.target, made.seen, num_positions=1, steps=1, length=1, rows=DRAWS)
-    overlap = np.minimum(made.target.probs_CV, made.seen.probs_CV)[0].sum()
-    assert abs(accepted - overlap) < 5 * np.sqrt(overlap * (1 - overlap) / DRAWS), (accepted, overlap)
 
 
 def forbid(made: Pair, contexts: slice) -> Pair:

@@ -5,8 +5,7 @@ sampling with the rules and their real noise. Always for more than one step, sin
 token only.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -15,12 +14,9 @@ import torch
 
 from tests.support import distributions, exact
 from tests.support.distributions import ALPHA, Table, Texts, random_table, request_keys, text_probs, write
-from tests.support.marks import slow
 from tests.support.reference import rules as loops
 from tests.support.verify_cases import counted, loop_tokens, random_case
-from vllm_gaudi_spec.sampling import logits as edit
 from vllm_gaudi_spec.sampling import stop
-from vllm_gaudi_spec.sampling.filters import filter_logits
 from vllm_gaudi_spec.sampling.rules import block, standard, strict
 
 RULES = {"standard": standard, "block": block}
@@ -29,9 +25,6 @@ STOPS = {"standard": exact.standard_stops, "block": exact.block_stops}
 # of summed float32 probabilities
 ROUNDING = 1e-6
 DRAWS = 200_000
-
-# Largest vocabulary and number of drafts that are not marked slow.
-QUICK_SHAPES = [(2, 1), (2, 3), (3, 2)]
 
 every_rule = pytest.mark.parametrize("rule", list(RULES))
 
@@ -130,31 +123,31 @@ def test_empty_residual_falls_back_to_target() -> None:
 # ---- the law, by enumeration --------------------------------------------------------------------
 
 
-@every_rule
-@pytest.mark.parametrize(
-    ("vocab", "num_positions"),
-    [
-        pytest.param(vocab, places, marks=[] if (vocab, places) in QUICK_SHAPES else pytest.mark.slow)
-        for vocab in range(2, 7)
-        for places in (1, 2, 3)
-    ],
-)
-@pytest.mark.parametrize("ragged", [False, True], ids=["full", "ragged"])
-def test_two_steps_follow_joint_target_distribution(rule: str, vocab: int, num_positions: int, ragged: bool) -> None:
-    for seed in range(3):
+def model_pairs(vocab: int) -> Iterator[tuple[Table, Table]]:
+    """Yield pairs of a target and a drafter: unrelated ones, close ones, and ones that forbid each other's tokens."""
+    for seed in range(5):
         target, drafter = random_table(vocab, 2, seed), random_table(vocab, 2, 100 + seed)
-        if seed == 1:  # each side forbids tokens
+        if seed == 1:
             target.logits_CV[::2, 0] = -torch.inf
             drafter.logits_CV[::3, 1] = -torch.inf
-        if seed == 2:
+        elif seed == 2:
             drafter.logits_CV.copy_(target.logits_CV + 0.1 * drafter.logits_CV)
-        rng = np.random.default_rng(seed)
-        pick = (
-            (lambda n, rng=rng: rng.integers(0, num_positions + 1, n))
-            if ragged
-            else (lambda n: np.full(n, num_positions))
-        )
-        law = exact.two_step_text(STOPS[rule], target, drafter, num_positions, pick)
+        elif seed == 3:
+            target.logits_CV[:, ::2] = -torch.inf
+            drafter.logits_CV[:, 1::2] = -torch.inf
+        elif seed == 4:
+            drafter.logits_CV[:, 1:] = -torch.inf
+        yield target, drafter
+
+
+@every_rule
+@pytest.mark.parametrize(("vocab", "num_positions"), [(2, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize("ragged", [False, True], ids=["full", "ragged"])
+def test_two_steps_follow_joint_target_distribution(rule: str, vocab: int, num_positions: int, ragged: bool) -> None:
+    rng = np.random.default_rng(0)
+    for target, drafter in model_pairs(vocab):
+        num_drafts = partial(rng.integers, 0 if ragged else num_positions, num_positions + 1)
+        law = exact.two_step_text(STOPS[rule], target, drafter, num_positions, num_drafts)
         assert np.abs(law - text_probs(target, 2 * (num_positions + 1))[0]).sum() / 2 < ROUNDING
 
 
@@ -162,21 +155,10 @@ def test_two_steps_follow_joint_target_distribution(rule: str, vocab: int, num_p
 
 
 @every_rule
-@pytest.mark.parametrize(("vocab", "num_positions"), [(3, 2), *slow((2, 1), (2, 3), (3, 3), (5, 2), (6, 3))])
 @pytest.mark.parametrize("ragged", [False, True], ids=["full", "ragged"])
-def test_two_sampled_steps_follow_target_distribution(rule: str, vocab: int, num_positions: int, ragged: bool) -> None:
-    target, drafter = random_table(vocab, 2, seed=1), random_table(vocab, 2, seed=2)
-    length = min(2 * (num_positions + 1), 6)
-    texts, _ = write(
-        RULES[rule].verify,
-        target,
-        drafter,
-        num_positions=num_positions,
-        steps=2,
-        length=length,
-        rows=DRAWS,
-        ragged=ragged,
-    )
+def test_two_sampled_steps_follow_target_distribution(rule: str, ragged: bool) -> None:
+    target, drafter = random_table(3, 2, seed=1), random_table(3, 2, seed=2)
+    texts, _ = write(RULES[rule].verify, target, drafter, num_positions=2, steps=2, length=6, rows=DRAWS, ragged=ragged)
     p_values = distributions.p_values(texts, target)
     assert min(p_values) > ALPHA, p_values
 
@@ -210,88 +192,6 @@ def test_number_of_drafts_must_not_depend_on_the_drafts_themselves(rule: str, po
     assert min(distributions.p_values(texts, target)) < ALPHA
 
 
-def scaled(table: Table, temperature: float) -> Table:
-    values = table.logits_CV.clone()[:, None]
-    return Table(edit.apply_temperature(values, torch.full((len(values),), temperature)).squeeze(1))
-
-
-def filtered(table: Table, top_k: int, top_p: float, min_p: float) -> Table:
-    values, rows = table.logits_CV.clone()[:, None], len(table.logits_CV)
-    kept = torch.full((rows,), top_k, dtype=torch.int32)
-    return Table(filter_logits(values, torch.full((rows,), min_p), kept, torch.full((rows,), top_p)).squeeze(1))
-
-
-def one_hot(table: Table, shift: int = 0) -> Table:
-    """Return a model in which each context allows one token only."""
-    only = torch.full_like(table.logits_CV, -torch.inf)
-    rows = torch.arange(len(only))
-    only[rows, (rows + shift) % table.vocab] = 0.0
-    return Table(only)
-
-
-def without(table: Table, first: int, step: int) -> Table:
-    values = table.logits_CV.clone()
-    values[:, first::step] = -torch.inf
-    return Table(values)
-
-
-def near_ties(table: Table) -> Table:
-    return Table(1e-4 * table.logits_CV)
-
-
-# How target and drafter come from two unrelated tables.
-ADVERSARIES = {
-    "unrelated": lambda a, b: (a, b),
-    "equal": lambda a, b: (a, a),
-    "disjoint": lambda a, b: (without(a, 0, 2), without(b, 1, 2)),
-    "zeros": lambda a, b: (without(a, 0, 3), without(b, 1, 3)),
-    "one-hot drafter": lambda a, b: (a, one_hot(b)),
-    "one-hot target": lambda a, b: (one_hot(a), b),
-    "one-hot both": lambda a, b: (one_hot(a), one_hot(b, shift=1)),
-    "near-ties": lambda a, b: (near_ties(a), near_ties(b)),
-    "temperature 0.3": lambda a, b: (scaled(a, 0.3), scaled(Table(a.logits_CV + 0.3 * b.logits_CV), 0.3)),
-    "temperature 5": lambda a, b: (scaled(a, 5.0), scaled(b, 0.5)),
-    "all filters": lambda a, b: (filtered(scaled(a, 1.4), 6, 0.9, 0.02), filtered(scaled(a, 0.7), 6, 0.9, 0.02)),
-}
-QUICK_ADVERSARIES = [("all filters", 8)]
-
-
-@every_rule
-@pytest.mark.parametrize(
-    ("adversary", "vocab"),
-    [
-        pytest.param(name, vocab, marks=[] if (name, vocab) in QUICK_ADVERSARIES else pytest.mark.slow)
-        for name in ADVERSARIES
-        for vocab in (8, 50)
-    ],
-)
-def test_adversarial_drafter_does_not_change_distribution(rule: str, adversary: str, vocab: int) -> None:
-    """Rows of several lengths over two steps: the joint distribution of the first three tokens."""
-    target, drafter = ADVERSARIES[adversary](random_table(vocab, 1, seed=3), random_table(vocab, 1, seed=4))
-    texts, _ = write(
-        RULES[rule].verify, target, drafter, num_positions=2, steps=2, length=3, rows=DRAWS, ragged=adversary == "zeros"
-    )
-    p_values = distributions.p_values(texts, target)
-    assert min(p_values) > ALPHA, p_values
-
-
-@every_rule
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_large_vocabulary_follows_target_distribution(rule: str) -> None:
-    """V = 50k in at most 200 bins: the first token, and the second, which may be a bonus token."""
-    target = random_table(50_000, 0, seed=5, scale=2.5)
-    drafter = Table(target.logits_CV + random_table(50_000, 0, seed=6).logits_CV)
-    texts, accepted = write(
-        RULES[rule].verify, target, drafter, num_positions=1, steps=1, length=2, rows=DRAWS, chunk=32
-    )
-    law = text_probs(target, 1)[0]
-    p_values = [distributions.p_value(texts[:, place], law, max_bins=200) for place in (0, 1)]
-    assert min(p_values) > ALPHA, p_values
-    overlap = np.minimum(target.probs_CV, drafter.probs_CV).sum()
-    assert abs(accepted - overlap) < 5 * math.sqrt(overlap * (1 - overlap) / DRAWS)
-
-
 # ---- what is accepted ---------------------------------------------------------------------------
 
 
@@ -313,10 +213,7 @@ def test_block_accepts_at_least_as_much_as_standard() -> None:
 
 
 def expected_standard(target: Table, drafter: Table, num_positions: int) -> np.ndarray:
-    """Return A_k(c) = sum over x of min(p, q)(x
-
-    c) * (1 + A_{k-1}(c x)), by context of order 1.
-    """
+    """Return A_k(c) = sum over x of min(p, q)(x | c) * (1 + A_{k-1}(c x)), by context of order 1."""
     expected = np.zeros(target.vocab)
     for _ in range(num_positions):
         expected = np.minimum(target.probs_CV, drafter.probs_CV) @ (1 + expected)
@@ -351,26 +248,13 @@ def off_by(table: Table, distance: float) -> Table:
     return Table(torch.from_numpy(probs).log().float())
 
 
-def test_detects_small_bias() -> None:
-    """By the noncentral chi-square distribution a bias of 0.01 in two cells is detected in 99 of 100 runs."""
-    for vocab, scale, most in ((8, 1.5, None), (50, 1.5, None), (50_000, 2.5, 200)):
-        table = random_table(vocab, 0, seed=5, scale=scale)
-        shifted = table.probs_CV[0].copy()
-        order = np.argsort(-shifted)
-        few = order[:3] if most else order[[0, 2]]
-        shifted[few] += 0.01 * np.where(np.arange(len(few)) == 0, -1, 1 / (len(few) - 1))
-        assert (shifted >= 0).all()
-        assert distributions.power(shifted, table.probs_CV[0], DRAWS, most) > 0.99, vocab
-
-
 @every_rule
-@pytest.mark.parametrize("repetitions", [3, pytest.param(100, marks=pytest.mark.slow)])
-def test_small_bias_is_rejected(rule: str, repetitions: int) -> None:
+def test_small_bias_is_rejected(rule: str) -> None:
     """A rule that is exact for a distribution 0.01 away from the target's."""
     target, drafter = random_table(8, 0, seed=5), random_table(8, 0, seed=6)
     wrong = off_by(target, 0.01)
     assert distributions.power(wrong.probs_CV[0], target.probs_CV[0], DRAWS) > 0.99
-    for seed in range(repetitions):
+    for seed in range(3):
         texts, _ = write(
             RULES[rule].verify, wrong, drafter, num_positions=1, steps=1, length=1, rows=DRAWS, seed=1 + seed
         )

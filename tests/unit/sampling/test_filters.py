@@ -24,18 +24,6 @@ def test_kept_tokens_equal_sort(keep: Filter, vocab: int) -> None:
     assert num_open < num_rows / 10
 
 
-@pytest.mark.slow
-@EITHER
-@pytest.mark.parametrize(("vocab", "rows_each"), [(300, 4200), (3000, 4200), (32_000, 50), (128_256, 10)])
-def test_kept_tokens_equal_sort_for_many_rows(keep: Filter, vocab: int, rows_each: int) -> None:
-    """100,000 rows, some of them with real vocabulary sizes."""
-    at_once, num_rows, num_open = min(100, rows_each), 0, 0
-    for done in range(0, rows_each, at_once):
-        checked, left_open = check_rows(keep, at_once, vocab, seed=vocab + done, device=HOST)
-        num_rows, num_open = num_rows + checked, num_open + left_open
-    assert num_open < num_rows / 10
-
-
 def test_list_equals_search_if_it_covers_every_k() -> None:
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(20, 1, 700, generator=random) * 4
