@@ -9,6 +9,7 @@ row that was not cleared, or a length that is off by one changes the row's token
 import random
 from collections import Counter, deque
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import LlamaConfig
 from vllm import SamplingParams
@@ -33,6 +35,10 @@ from tests.unit.test_config import engine_config, save_block_drafter
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.attention.torch_ops import copy_blocks
+from vllm_gaudi_spec.drafting.base import DraftingContext
+from vllm_gaudi_spec.drafting.head import HeadProposer, make_head_translation
+from vllm_gaudi_spec.drafting.mtp import AssistantProposer, ChainedProposer
+from vllm_gaudi_spec.drafting.parallel import ParallelHeadProposer
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.recurrent.states import LayerShape, RecurrentStates
@@ -65,6 +71,8 @@ class Reads:
     reads_slices = True
     model = None
     """The module that a drafter of the user's may ask for."""
+    ahead = 0
+    """How far behind its position the token stands that is read there."""
 
     def __init__(self, layer: str, vllm_config: VllmConfig) -> None:
         self.layer_names = [layer]
@@ -92,14 +100,18 @@ class Reads:
         """No-op: reading KV that was not written changes the output."""
 
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
-        call = inputs.calls[self._group]
-        self._kv.view(-1).index_copy_(0, inputs.slots[self._group], _number(inputs.token_ids_T, inputs.positions_T))
+        call, numbers_T = inputs.calls[self._group], self.number(inputs, carried_TH)
+        self._kv.view(-1).index_copy_(0, inputs.slots[self._group], numbers_T)
         sums_BC = self._kv[call.block_table_BW.long()].flatten(1).cumsum(1)
         last_BQ = (call.starts_B[:, None] + torch.arange(call.num_queries)).clamp(max=sums_BC.shape[1] - 1).long()
         hidden = torch.zeros(len(inputs.token_ids_T), self._size)
         hidden[:, 0] = (sums_BC.gather(1, last_BQ) % _HASHED).flatten().float()
-        hidden[:, 1] = _number(inputs.token_ids_T, inputs.positions_T).float()
+        hidden[:, 1], hidden[:, 2] = numbers_T.float(), inputs.positions_T.float()
         return Hidden(hidden)
+
+    def number(self, inputs: Inputs, carried_TH: torch.Tensor | None) -> torch.Tensor:
+        """Return what the KV slots keep."""
+        return _number(inputs.token_ids_T, inputs.positions_T + self.ahead)
 
     def compute_row_logits(
         self, hidden_NH: torch.Tensor, num_real_B: torch.Tensor, adapters_N: torch.Tensor | None = None
@@ -149,6 +161,87 @@ class FillsMasks(Reads):
             sums_BQ[:, query] = (sums_BQ[:, query] + correction_B) % _HASHED
         hidden.last[:, 0] = sums_BQ.flatten().float()
         return hidden
+
+
+class ReadsStates(Reads):
+    """A head that agrees with the target as long as it reads each token with the state of the token before it."""
+
+    ahead = 1
+
+    def make_proposer(self, context: DraftingContext) -> HeadProposer:
+        return HeadProposer(self, make_head_translation(self, context.vocab_size))
+
+    def number(self, inputs: Inputs, carried_TH: torch.Tensor | None) -> torch.Tensor:
+        assert carried_TH is not None
+        # The first slot has to keep the text before the first token that a head reads.
+        return super().number(inputs, None) + torch.where(inputs.positions_T == 0, carried_TH[:, 0].long(), 0)
+
+    def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
+        assert carried_TH is not None
+        hidden_TH = super().forward(inputs, carried_TH).last
+        sums_T = (carried_TH[:, 0].long() + super().number(inputs, None)) % _HASHED
+        is_right_T = (sums_T == hidden_TH[:, 0]) | (inputs.token_ids_T == MASK)
+        hidden_TH = torch.where(is_right_T[:, None], hidden_TH, hidden_TH + 1)
+        return Hidden(hidden_TH, hidden_TH)
+
+
+class HeadFillsMasks(ReadsStates):
+    """A parallel head, which reads each mask token as the token that it predicts there."""
+
+    def make_proposer(self, context: DraftingContext) -> HeadProposer:
+        self._mask_state_H = torch.full((self._size,), 7.0)
+        translation = make_head_translation(self, context.vocab_size)
+        return ParallelHeadProposer(self, translation, MASK, self._mask_state_H)
+
+    def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
+        hidden, call, is_mask_T = super().forward(inputs, carried_TH), inputs.call, inputs.token_ids_T == MASK
+        if not is_mask_T.any():
+            return hidden
+        assert (carried_TH[is_mask_T] == self._mask_state_H).all()
+        slots_BC = self._kv[call.block_table_BW.long()].flatten(1)
+        is_context_BC = torch.arange(slots_BC.shape[1]) < call.starts_B[:, None]
+        sum_B = torch.where(is_context_BC, slots_BC, 0).sum(1) % _HASHED
+        for query in range(call.num_queries):
+            sum_B = (sum_B + _number(_logits(sum_B).argmax(1), call.starts_B + 1 + query)) % _HASHED
+            hidden.last.view(call.num_rows, call.num_queries, -1)[:, query, 0] = sum_B.float()
+        return hidden
+
+
+class ChainedLayers(ReadsStates):
+    """Three layers of MTP. Layer j reads the token that stands 1 + j behind its position."""
+
+    reads_slices = False
+
+    def bind_kv(self, caches: dict[str, torch.Tensor], groups: list[list[str]]) -> None:
+        super().bind_kv(caches, groups)
+        self._layers = [copy(self) for _ in range(3)]
+        for number, layer in enumerate(self._layers):
+            layer.ahead, layer._kv = 1 + number, self._kv.clone()
+
+    def make_proposer(self, context: DraftingContext) -> HeadProposer:
+        layers = self._layers[: context.speculation.num_drafts]
+        return ChainedProposer(layers, make_head_translation(self, context.vocab_size))
+
+
+class Assists(ReadsStates):
+    """An assistant of Gemma 4: it reads the target's KV, always up to the newest state's position."""
+
+    def make_proposer(self, context: DraftingContext) -> HeadProposer:
+        return AssistantProposer(self, make_head_translation(self, context.vocab_size))
+
+    def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
+        assert carried_TH is not None
+        call = inputs.calls[self._group]
+        assert torch.equal(call.starts_B, inputs.positions_T)
+        sums_BC = self._kv[call.block_table_BW.long()].flatten(1).cumsum(1) % _HASHED
+        is_right_B = sums_BC.gather(1, call.starts_B[:, None].long())[:, 0] == carried_TH[:, 0]
+        is_right_B |= carried_TH[:, 2] > call.starts_B  # the state is the assistant's own
+        hidden_TH = carried_TH.clone()
+        hidden_TH[:, 2] += 1
+        numbers_T = _number(inputs.token_ids_T, hidden_TH[:, 2])
+        hidden_TH[:, 0] = ((carried_TH[:, 0].long() + numbers_T) % _HASHED).float()
+        hidden_TH = torch.where(is_right_B[:, None], hidden_TH, hidden_TH + 1)
+        return Hidden(hidden_TH, hidden_TH)
 
 
 class Remembers(Reads):
@@ -274,6 +367,8 @@ class Variant:
     short_lists: bool = False
     """Whether the user's bucket lists end before the largest batch and the longest chunk."""
     num_drafts: int = NUM_DRAFTS
+    drafter_len: int | None = None
+    """Maximum length of the drafter, if it is not the target's."""
     rule: str = ""
     """An acceptance rule for probabilistic drafts, in place of the method's rule and drafts."""
 
@@ -286,7 +381,14 @@ class Variant:
 
 
 BLOCK_DRAFTER, RETOKENIZE, STANDARD, PARALLEL = "dflash", "retokenize", "standard", "parallel"
-_IN_TARGETS_BLOCKS = ("draft_model", STANDARD, PARALLEL, BLOCK_DRAFTER)
+HEAD, PARALLEL_HEAD, CHAIN, ASSISTANT = "head", "parallel head", "chain", "assistant"
+HEADS: dict[str | None, type[ReadsStates]] = {
+    HEAD: ReadsStates,
+    PARALLEL_HEAD: HeadFillsMasks,
+    CHAIN: ChainedLayers,
+    ASSISTANT: Assists,
+}
+_IN_TARGETS_BLOCKS = ("draft_model", STANDARD, PARALLEL, BLOCK_DRAFTER, HEAD, PARALLEL_HEAD, CHAIN)
 # Options of a method besides its name; one that is missing needs none.
 _SPECULATIVE: dict[str | None, dict[str, Any] | None] = {
     None: None,
@@ -302,6 +404,7 @@ _SPECULATIVE: dict[str | None, dict[str, Any] | None] = {
     RETOKENIZE: dict(method="universal_draft"),
     "suffix": dict(suffix_decoding_max_cached_requests=8),
     BLOCK_DRAFTER: {},
+    **{name: dict(method="eagle", draft_sample_method="coupled", rejection_sample_method="strict") for name in HEADS},
 }
 
 
@@ -338,10 +441,12 @@ class SmallEngine:
         if variant.num_snapshots:
             self.scheduler.keep_snapshots(variant.num_snapshots)
             self.runner.num_snapshots = variant.num_snapshots
-        drafter = {BLOCK_DRAFTER: FillsBlocks, PARALLEL: FillsMasks}.get(variant.method or "", Reads)
-        has_model = variant.method in (*_IN_TARGETS_BLOCKS, RETOKENIZE)
-        self.runner.drafter = drafter(_DRAFTER, self.vllm_config) if has_model else None
-        with torch.inference_mode():
+        drafter = ({BLOCK_DRAFTER: FillsBlocks, PARALLEL: FillsMasks} | HEADS).get(variant.method, Reads)
+        has_model = variant.method in (*_IN_TARGETS_BLOCKS, RETOKENIZE, ASSISTANT)
+        layer = _TARGET if variant.method == ASSISTANT else _DRAFTER
+        self.runner.drafter = drafter(layer, self.vllm_config) if has_model else None
+        with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HeadProposer, "build", lambda context: context.drafter.make_proposer(context))
             self.runner.initialize_kv_cache(kv_cache)
         self.runner.recorder.expect(_manifest(variant, self.runner))
         self.texts: dict[str, list[int]] = {}
@@ -508,9 +613,10 @@ def _config(variant: Variant, folder: Path) -> tuple[VllmConfig, StructuredOutpu
     if speculative is not None:
         speculative = dict(method=variant.method, num_speculative_tokens=variant.num_drafts) | speculative
         speculative["enable_adaptive_verification"] = variant.adaptive
+        speculative["max_model_len"] = variant.drafter_len
         if variant.rule:
             speculative |= dict(draft_sample_method="probabilistic", rejection_sample_method=variant.rule)
-        if variant.method in ("draft_model", STANDARD):
+        if variant.method in ("draft_model", STANDARD, *HEADS):
             speculative["model"] = str(folder)
         if variant.method == BLOCK_DRAFTER:
             speculative["model"] = save_block_drafter(folder / "block-drafter", "DFlashDraftModel")

@@ -7,14 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.fakes import CapturingBackend, HostBackend, step
-from tests.support.warm_up import run_jobs
-from tests.unit.drafting.test_autoregressive import BLOCK, PROMPTS, Rows, following
 from tests.unit.drafting.test_drafting import VOCAB, Counts, K, on_one_rank, sampled, started
-from tests.unit.drafting.test_heads import HeadRows
 from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.drafting.choice import DraftProbs
-from vllm_gaudi_spec.drafting.guard import Guard, mark_different, mark_unusable
+from vllm_gaudi_spec.drafting.guard import mark_different, mark_unusable
 from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
 from vllm_gaudi_spec.records import FAULTY, DraftRound, Drafts
@@ -183,111 +179,3 @@ def test_ranks_with_different_drafts_use_none(ask: Ask, told: dict[str, list[int
     assert reported == [[], [], []]
     assert requests.num_drafts_R.tolist() == [0] * 5
     assert drafting.take_rounds() == [DraftRound(("a", "b"), worked=False)]
-
-
-# --- drafters on the device ---
-
-
-@pytest.mark.parametrize("kind", [Rows, HeadRows])
-@pytest.mark.parametrize("broken", ["read", "propose"])
-def test_warm_up_errors_are_raised(kind: type[Rows], broken: str) -> None:
-    rows = kind(3)
-    model: Any = rows.head if isinstance(rows, HeadRows) else rows.model
-    owner, name = (rows.drafting._proposer, "propose") if broken == "propose" else (model, "forward")
-    setattr(owner, name, lambda *given, **named: raises([]))
-    with pytest.raises(ZeroDivisionError):
-        run_jobs(rows.drafting.jobs(), rows.recorder)
-    assert rows.drafting.take_rounds() == []
-
-
-def test_errors_are_raised_with_several_ranks() -> None:
-    somebody = [SimpleNamespace(req_id="a")]
-    with pytest.raises(ZeroDivisionError):
-        Guard(independent=False).handle_error(ZeroDivisionError(), somebody)
-    guard = Guard(independent=True)
-    guard.handle_error(ZeroDivisionError(), somebody)
-    guard.handle_error(ZeroDivisionError(), somebody)
-    assert guard.take_rounds() == [DraftRound(("a",), worked=False)], "one step, one round"
-
-
-def started_rows(kind: type[Rows]) -> Rows:
-    rows = kind(3)
-    rows.start(PROMPTS)
-    rows.check_steps(0)
-    assert rows.drafting.take_rounds() == []
-    return rows
-
-
-def while_broken(rows: Rows, owner: object, name: str) -> None:
-    """Run a step in which the drafter fails: no drafts are made, and the failure is reported."""
-    working = getattr(owner, name)
-    setattr(owner, name, lambda *given, **named: raises([]))
-    assert not any(rows.sample({name: [1] for name in PROMPTS}).values())
-    (reported,) = rows.drafting.take_rounds()
-    assert set(reported.faulty) == set(PROMPTS)
-    assert not reported.worked
-    setattr(owner, name, working)
-
-
-@pytest.mark.parametrize(("kind", "part"), [(Rows, "propose"), (HeadRows, "propose"), (Rows, "forward")])
-def test_failed_round_does_not_change_later_drafts(kind: type[Rows], part: str) -> None:
-    """A draft model reads again what it failed to read."""
-    rows = started_rows(kind)
-    while_broken(rows, rows.drafting._proposer if part == "propose" else rows.model, part)
-    rows.check_steps(1)
-
-
-def test_rows_stop_drafting_after_failed_head_read() -> None:
-    rows = HeadRows(3)
-    rows.start(PROMPTS)
-    while_broken(rows, rows.head, "forward")
-    assert not any(rows.sample({name: [2] for name in PROMPTS}).values())
-    check_nobody_shares(rows)
-
-
-def test_blocks_are_not_shared_after_failed_head_read() -> None:
-    """The head may have written NaN there, which would fail for every reader."""
-    rows = HeadRows(3)
-    rows.start(PROMPTS)
-    drafts = rows.sample({name: [2] for name in PROMPTS})
-    assert drafts == {name: rows.expected(name) for name in PROMPTS}
-    rows.drafting.update_drafter_state([], [rows.requests.by_id["b"]], disabled=False)
-    assert rows.sample({name: [3] for name in PROMPTS})["b"] == []
-    check_nobody_shares(rows)
-
-
-def check_nobody_shares(rows: HeadRows) -> None:
-    """Check that requests that share blocks with `b` do not draft, and others do."""
-    blocks = rows.requests.tables_np[0][rows.requests.by_id["b"].row].tolist()
-    rows.requests.apply(step({}, finished=set(PROMPTS)))
-    rows.start({"shares": PROMPTS["b"]}, num_computed=BLOCK, blocks=blocks)
-    assert rows.sample({"shares": [1]}) == {"shares": []}
-    rows.requests.apply(step({}, finished={"shares"}))
-    rows.start({"own": PROMPTS["b"]}, blocks=blocks)
-    assert rows.sample({"own": [1]}) == {"own": rows.expected("own")} != {"own": []}
-
-
-def test_exclusion_holds_until_row_is_freed() -> None:
-    rows = started_rows(Rows)
-    by_id = rows.requests.by_id
-    rows.drafting.update_drafter_state([by_id["a"]], [by_id["b"]], disabled=False)
-    drafts = rows.sample({name: [3] for name in PROMPTS})
-    assert drafts == {name: [] if name == "b" else rows.expected(name) for name in PROMPTS}
-    rows.drafting.update_drafter_state([], [], disabled=True)
-    assert not any(rows.sample({name: [3] for name in PROMPTS}).values())
-    assert rows.drafting.cap_scheduled_drafts([by_id["a"]], [3]).tolist() == [0]
-
-
-@pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
-def test_nan_in_row_removes_its_drafts_and_is_reported(device: type[HostBackend]) -> None:
-    rows = Rows(3, backend=device())
-    rows.start(PROMPTS)
-    working, faulty_token = rows.model.logits, following([*PROMPTS["b"], 4])
-    rows.model.logits = lambda hidden: torch.where(hidden == faulty_token, torch.nan, working(hidden))
-    drafts = rows.sample({"a": [4], "b": [4], "c": [4]})
-    assert drafts["b"] == []
-    assert drafts["a"] == rows.expected("a")
-    numbers = {name: int(rows.requests.num_drafts_R[rows.requests.by_id[name].row]) for name in PROMPTS}
-    assert numbers == {"a": 3, "b": FAULTY, "c": 3}
-    reported = rows.requests.count_reported_drafts(torch.tensor([rows.requests.by_id["b"].row]), torch.tensor([0]))
-    assert reported.tolist() == [FAULTY]

@@ -12,33 +12,14 @@ from vllm.sampling_params import SamplingParams
 
 from tests.full_tests.tiny_models import byte_tokenizer
 from tests.support.distributions import ALPHA, p_value
-from tests.support.fakes import CompilingBackend, HostBackend
-from tests.support.small_engine import _HASHED, PARALLEL, ROOMY, SmallEngine, Variant, _logits, _number, greedy_text
+from tests.support.small_engine import _HASHED, PARALLEL, ROOMY, SmallEngine, Variant, _logits, _number
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.attention.metadata import Blocks, Inputs
 from vllm_gaudi_spec.config import Speculation, UnsupportedConfigError
 from vllm_gaudi_spec.drafting import parallel
-from vllm_gaudi_spec.drafting.draft_model import stack_drafts
 from vllm_gaudi_spec.drafting.vocabulary import SameVocabulary
-from vllm_gaudi_spec.records import Drafted, DraftRequest, Drafts, Hidden
-
-
-@pytest.mark.parametrize("num_drafts", [1, 4, 8])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("backend", [HostBackend, CompilingBackend])
-def test_drafter_that_is_right_is_always_accepted(
-    num_drafts: int, overlap: bool, backend: type[HostBackend], tmp_path: Path
-) -> None:
-    variant = Variant(PARALLEL, overlap=overlap, backend=backend, num_blocks=ROOMY, num_drafts=num_drafts)
-    engine = SmallEngine(variant, tmp_path)
-    prompts = {f"{length}": list(range(20, 20 + length)) for length in (1, 2, 7, 19, 33)}
-    for name, prompt in prompts.items():
-        engine.add(name, prompt, SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
-    engine.finish()
-    for name, prompt in prompts.items():
-        assert engine.texts[name] == greedy_text(prompt, 24)
-    assert engine.num_accepted == engine.num_verified > 24 * num_drafts / (num_drafts + 1)
+from vllm_gaudi_spec.records import Drafted, DraftRequest, Hidden
 
 
 @pytest.mark.parametrize("is_head", [False, True])
@@ -116,15 +97,6 @@ def test_sampled_drafts_do_not_change_distribution(rule: str, tmp_path: Path) ->
     value, acceptance = sampled_p_value(rule, tmp_path)
     assert value > ALPHA
     assert 0.7 < acceptance < 0.95
-
-
-def test_distributions_of_other_positions_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def exchange(*arguments: Any) -> Drafts:
-        drafts = stack_drafts(*arguments)
-        return drafts._replace(probs_BKV=drafts.probs_BKV.flip(1))
-
-    monkeypatch.setattr(parallel, "stack_drafts", exchange)
-    assert sampled_p_value("standard", tmp_path)[0] < ALPHA
 
 
 def draft_folder(folder: Path, **described: Any) -> str:

@@ -10,25 +10,42 @@ from vllm.sampling_params import SamplingParams
 
 from tests.support.fakes import CapturingBackend, HostBackend, make_requests, make_sampling, new_request, sampled, step
 from tests.support.warm_up import listed, run_jobs
-from tests.unit.drafting.test_autoregressive import BLOCK, Remembers, following
 from tests.unit.drafting.test_drafting import make_context
 from tests.unit.drafting.test_retokenizing import Languages
 from tests.unit.drafting.test_token_bytes import random_texts
 from tests.unit.runner.test_shapes import shapes
+from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.universal.text_drafting import RetokenizedProposer, TextDrafting
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
 from vllm_gaudi_spec.drafting.vocabulary import DrafterVocabulary, MappedVocabulary, Translation
 from vllm_gaudi_spec.graphs import StepRecorder
-from vllm_gaudi_spec.records import StepResult
+from vllm_gaudi_spec.records import Hidden, StepResult
 from vllm_gaudi_spec.step_inputs import HostBlocks
 
-NUM_ROWS, MAX_LEN = 4, 256
+NUM_ROWS, MAX_LEN, BLOCK = 4, 256, 16
 
 
-class ClosestToken(Remembers):
-    """Chooses the draftable token whose id is closest to the prediction."""
+def following(tokens: list[int], vocab: int) -> int:
+    return sum((index + 1) * token for index, token in enumerate(tokens)) % vocab
+
+
+class ClosestToken:
+    """Predicts the sum of (position + 1) * token over the context, and chooses the draftable token that is closest."""
+
+    def __init__(self, longest: int, vocab: int) -> None:
+        self.kv = torch.zeros(200 * BLOCK, dtype=torch.long)
+        self.longest, self.vocab = longest, vocab
+
+    def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
+        assert int(inputs.positions_T.max()) < self.longest, "a position that the drafter does not have"
+        self.kv[inputs.slots[0]] = (inputs.positions_T + 1) * inputs.token_ids_T
+        call, sums = inputs.calls[0], []
+        for row in range(call.num_rows):
+            context = self.kv.view(-1, BLOCK)[call.block_table_BW[row].long()].flatten()
+            sums += [context[: int(call.starts_B[row]) + query + 1].sum() for query in range(call.num_queries)]
+        return Hidden((torch.stack(sums) % self.vocab)[:, None].float())
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return -(torch.arange(self.vocab) - hidden).abs().float()

@@ -18,10 +18,14 @@ from vllm import SamplingParams
 from tests.full_tests.tiny_models import VOCAB
 from tests.support.fakes import CapturingBackend, CompilingBackend
 from tests.support.small_engine import (
+    ASSISTANT,
     BLOCK_DRAFTER,
+    CHAIN,
     FAVORITES,
+    HEAD,
     MAX_ROWS,
     PARALLEL,
+    PARALLEL_HEAD,
     RETOKENIZE,
     ROOMY,
     SmallEngine,
@@ -154,6 +158,12 @@ VARIANTS = [
     Variant(RETOKENIZE),
     Variant(BLOCK_DRAFTER, overlap=True),
     Variant(BLOCK_DRAFTER, v2=True, backend=CompilingBackend, adaptive=True),
+    Variant(HEAD, overlap=True),
+    Variant(HEAD, v2=True, backend=CompilingBackend, adaptive=True),
+    Variant(PARALLEL_HEAD, overlap=True, adaptive=True),
+    Variant(CHAIN, overlap=True, backend=CapturingBackend),
+    Variant(CHAIN, v2=True, adaptive=True),
+    Variant(ASSISTANT, overlap=True),
     Variant(num_snapshots=2),
     Variant("ngram_gpu", overlap=True, backend=CapturingBackend, num_snapshots=6),
     Variant("draft_model", overlap=True, v2=True, num_snapshots=60, adaptive=True),
@@ -195,15 +205,16 @@ def test_h10_h11_known_schedule_preempts_and_verifies(variant: Variant, folder: 
         assert engine.num_loaded >= engine.num_resumed > 0
 
 
-RIGHT = ("draft_model", PARALLEL, BLOCK_DRAFTER)
+RIGHT = ("draft_model", HEAD, CHAIN, ASSISTANT)
+RIGHT_IF_GREEDY = (PARALLEL, PARALLEL_HEAD, BLOCK_DRAFTER)
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.method in RIGHT], ids=str)
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.method in RIGHT + RIGHT_IF_GREEDY], ids=str)
 def test_drafts_equal_to_the_target_are_always_accepted(variant: Variant, folder: Path) -> None:
     """The drafter's KV follows rows through shared blocks, chunks and preemptions. A rejected draft would mean that it
     was made from something other than the row's text."""
     engine, rng = SmallEngine(variant, folder), random.Random(0)
-    plain = PLAIN if variant.method == "draft_model" else PLAIN[:1]  # the others are right about greedy requests only
+    plain = PLAIN if variant.method in RIGHT else PLAIN[:1]
     for index in range(40):
         prompt, _ = asked(rng.randrange(NUM_ASKED))
         engine.add(f"{index}", prompt, SamplingParams(max_tokens=rng.randint(2, 18), **rng.choice(plain)))

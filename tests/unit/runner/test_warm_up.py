@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend
-from tests.support.small_engine import PARALLEL, RETOKENIZE, STANDARD, SmallEngine, Variant
+from tests.support.small_engine import HEADS, PARALLEL, RETOKENIZE, STANDARD, SmallEngine, Variant
 from tests.support.warm_up import listed, run_jobs
 from vllm_gaudi_spec.graphs import Job
 from vllm_gaudi_spec.runner.warmup import jobs, manifest, should_run
 
-METHODS = (None, "ngram", "ngram_gpu", "draft_model", PARALLEL, RETOKENIZE)
+METHODS = (None, "ngram", "ngram_gpu", "draft_model", PARALLEL, RETOKENIZE, STANDARD, *HEADS)
 USUAL_BRANCHES = 40
 """A few of the thousands of branches of a device that does not compile. Sampling passes differ in nothing else."""
 
@@ -23,7 +23,7 @@ def some(found: list[Job]) -> list[Job]:
 
 
 @pytest.mark.parametrize("backend", [HostBackend, CapturingBackend, CompilingBackend])
-@pytest.mark.parametrize("method", [*METHODS, STANDARD], ids=str)
+@pytest.mark.parametrize("method", METHODS, ids=str)
 def test_each_job_makes_the_signatures_that_it_lists(
     method: str | None, backend: type[HostBackend], tmp_path: Path
 ) -> None:
