@@ -54,18 +54,6 @@ def test_keys_with_the_highest_scores_are_read(number: int, queries: int) -> Non
     check(*make([0, 7, 31, 64, 200], queries, number, real=[queries, 1, queries, 1, queries]))
 
 
-def test_layer_without_an_indexer_reuses_the_selection() -> None:
-    scene, call = make([5, 64, 200], 3, 8)
-    without = replace(scene.spec, index_size=0)
-    for name, form in FORMS.items():
-        here = replace(call, _plans={})
-        first = scene.attend(form, here)
-        scene.spec, spec = without, scene.spec
-        second = scene.attend(form, here.replace_index(None))
-        scene.spec = spec
-        torch.testing.assert_close(first, second, msg=name)
-
-
 def test_first_of_equal_scores_are_selected() -> None:
     scores = torch.tensor([[[3.0, 0.0, -0.0, 5.0, 0.0, -1.0]]])
     wanted = [True, True, True, True, False, False]

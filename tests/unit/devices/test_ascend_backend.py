@@ -57,65 +57,34 @@ def test_npu_is_chosen_when_a_card_is_present(nodes: tuple[str, ...], chosen: st
     assert device_table.choose_device() == chosen
 
 
-def test_rank_selects_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank takes one of the cards that vLLM assigned to the engine on this machine, as numbered in this process."""
-    from vllm.platforms import interface
-
-    from vllm_gaudi_spec.devices.ascend.platform import AscendSpecPlatform
-
-    visible = AscendSpecPlatform.device_control_env_var
-    monkeypatch.setattr(interface, "_assigned_physical_gpu_ids", None)
-    monkeypatch.delenv(visible, raising=False)
-    assert AscendSpecPlatform.find_card(1, None) == 1
-    monkeypatch.setenv(visible, "4,5,6,7")
-    assert AscendSpecPlatform.find_card(1, None) == 1
-    assert AscendSpecPlatform.find_card(1, [4, 6]) == 2
-
-
 # --- what it refuses ---
 
 
 @pytest.mark.parametrize(
-    ("version", "why"),
+    ("version", "torch_version", "variables", "why"),
     [
-        ("2.10.0.post4", "torch_npu 2.10.0.post4 is installed; .*pip install torch-npu==2.13.0"),
-        ("2.13.0", None),
-        ("2.13.0.post4", None),
-        ("2.14.0", None),
-    ],
-)
-def test_npu_s01_v01_a_torch_npu_that_torch_crashes_on(version: str, why: str | None) -> None:
-    refused = ascend_device.refusal(version, {}, ".".join(version.split(".")[:2]) + ".1+cpu")
-    assert (refused is None) if why is None else (refused is not None and re.search(why, refused))
-
-
-@pytest.mark.parametrize(
-    ("variables", "why"),
-    [
-        ({"ASCEND_LAUNCH_BLOCKING": "1"}, "ASCEND_LAUNCH_BLOCKING=1.*unset it"),
-        ({"TASK_QUEUE_ENABLE": "2"}, "TASK_QUEUE_ENABLE=2.*set it to 1"),
-        ({"TASK_QUEUE_ENABLE": "1", "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}, None),
+        ("2.10.0.post4", "2.10.1", {}, "torch_npu 2.10.0.post4 is installed; .*pip install torch-npu==2.13.0"),
+        ("2.13.0.post4", "2.13.1", {}, None),
+        ("2.14.0", "2.14.1+cpu", {}, None),
+        ("2.14.0", "2.13.0+cpu", {}, r"is for torch 2.14, and torch 2.13.0\+cpu is .*pip install torch-npu==2.13.0"),
+        ("2.13.0", "2.11.0+cpu", {}, r"is for torch 2.13, and torch 2.11.0\+cpu is .*pip install torch==2.13.0"),
+        ("2.13.0", "2.13.1", {"ASCEND_LAUNCH_BLOCKING": "1"}, "ASCEND_LAUNCH_BLOCKING=1.*unset it"),
+        ("2.13.0", "2.13.1", {"TASK_QUEUE_ENABLE": "2"}, "TASK_QUEUE_ENABLE=2.*set it to 1"),
         (
+            "2.13.0",
+            "2.13.1",
             {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True,pin_memory_expandable_segments: True"},
             "pin_memory_expandable_segments.*PYTORCH_NPU_ALLOC_CONF",
         ),
-        ({}, None),
+        ("2.13.0", "2.13.1", {"TASK_QUEUE_ENABLE": "1", "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}, None),
     ],
 )
-def test_npu_g04_g05_settings_with_which_nothing_is_captured(variables: dict[str, str], why: str | None) -> None:
-    refused = ascend_device.refusal("2.13.0", variables, "2.13.1")
+def test_npu_s01_v01_g04_g05_unusable_torch_npu_is_refused(
+    version: str, torch_version: str, variables: dict[str, str], why: str | None
+) -> None:
+    """It crashes, is for another torch, or captures nothing with these settings."""
+    refused = ascend_device.refusal(version, variables, torch_version)
     assert (refused is None) if why is None else (refused is not None and re.search(why, refused))
-
-
-@pytest.mark.parametrize(
-    ("version", "torch_version", "remedy"),
-    [("2.14.0", "2.13.0+cpu", "torch-npu==2.13.0"), ("2.13.0", "2.11.0+cpu", "torch==2.13.0")],
-)
-def test_npu_v01_torch_npu_for_another_torch_is_refused(version: str, torch_version: str, remedy: str) -> None:
-    """The remedy is a release that this device accepts."""
-    assert ascend_device.refusal(version, {}, torch_version) == (
-        f"torch_npu {version} is for torch {version[:4]}, and torch {torch_version} is installed; pip install {remedy}."
-    )
 
 
 @pytest.mark.parametrize(("ranks", "mode", "refused"), [(2, "AIV", True), (1, "AIV", False), (2, "HOST", False)])

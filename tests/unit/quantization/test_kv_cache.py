@@ -10,12 +10,10 @@ import torch
 from tests.support.attention_layers import layer as attention_layer
 from tests.support.reference.attention import attend_row
 from tests.support.reference.e4m3 import nearest
-from vllm_gaudi_spec.attention import flat, padded, torch_ops
+from vllm_gaudi_spec.attention import torch_ops
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FlatBlocks
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.devices.common.kv_pair import KVPair
-from vllm_gaudi_spec.devices.hpu.fp8 import GaudiArithmetic
 from vllm_gaudi_spec.quantization import models
 from vllm_gaudi_spec.quantization.fp8 import Arithmetic, HostArithmetic
 from vllm_gaudi_spec.quantization.layers import KV_DTYPE, Fp8Cache
@@ -122,30 +120,6 @@ def test_large_values_are_clamped_and_nan_stays_in_its_slot() -> None:
     assert read[2, :, 0].isnan().all()
     read[2, :, 0] = 0
     assert read.isfinite().all()
-
-
-@pytest.mark.parametrize("scales", [SCALES, BY_HEAD], ids=["per tensor", "per head"])
-@pytest.mark.parametrize("form", [padded.attend, flat.attend], ids=["padded", "flat"])
-def test_on_the_emulated_gaudi(card: Any, form: Any, scales: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """A byte a number on the card, and the values that the CPU has: a Gaudi 2, with twice the scales."""
-    doubled = 2 * scales[0], 2 * scales[1]
-    impl = impl_with(GaudiArithmetic(240.0), doubled).to("hpu")
-    before = torch.hpu.memory_allocated()
-    shape = (NUM_BLOCKS * BLOCK, KV_HEADS, SIZE)
-    pair = KVPair(*(torch.zeros(shape, dtype=KV_DTYPE, device="hpu") for _ in range(2)), BLOCK)
-    assert torch.hpu.memory_allocated() - before == 2 * NUM_BLOCKS * BLOCK * KV_HEADS * SIZE
-    pair.write(KEYS.to("hpu"), VALUES.to("hpu"), slots(range(START + QUERIES)).to("hpu"), impl)
-    call = call_of(START, QUERIES)
-    listed = torch.tensor([(block, 0, place) for place, block in enumerate(TABLE[0, :4].tolist())], dtype=torch.int32)
-    on_card = AttentionCall(
-        num_rows=1,
-        num_queries=QUERIES,
-        starts_B=call.starts_B.to("hpu"),
-        block_table_BW=call.block_table_BW.to("hpu"),
-        flat=FlatBlocks(*listed.T.contiguous().to("hpu").unbind(0)),
-    )
-    found = form(QUERY.to("hpu"), *pair.blocks(), on_card, with_operations(impl)).cpu()
-    torch.testing.assert_close(found.double(), expected(doubled, largest=240.0), rtol=0.0, atol=1e-4)
 
 
 def layer(k_scale: Any = 1.0, v_scale: Any = 1.0, owner: str | None = None) -> Any:

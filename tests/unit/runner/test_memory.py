@@ -52,13 +52,6 @@ def warm_up(card: Card, runs: list[tuple[str, int]], **options: Any) -> WarmUpMe
     return memory
 
 
-def test_l29_memory_kept_by_graphs_is_logged_by_kind() -> None:
-    memory = warm_up(Card(8 * GIB), [("prompt chunks", 2 * GIB), ("prompt chunks", GIB), ("decodes", GIB // 2)])
-    assert memory.summary() == (
-        "Graphs keep 3.50 GiB (3.00 GiB in 2 prompt chunks, 512.0 MiB in 1 decodes); 4.50 GiB are free."
-    )
-
-
 def test_l30_r08_out_of_memory_error_names_the_option_to_lower() -> None:
     """3 GiB are requested and 1 is free. Two more runs like the first will keep a GiB each, so 4 of 60 GiB are
     missing."""

@@ -46,17 +46,6 @@ def test_correct_device_passes(dtype: torch.dtype) -> None:
     assert all(result.passed(check.name) == (check.name not in NEEDS_RANKS | HAS_NOT) for check in CHECKS)
 
 
-def test_cpu_passes() -> None:
-    """Where it has a kernel of vLLM's, with that. It captures and counts nothing."""
-    from vllm.platforms import current_platform
-
-    current_platform.import_kernels()
-    for dtype in (torch.float32, torch.bfloat16):
-        result = self_test(load_backend("cpu"), dtype)
-        assert not result.failed, result.failed
-        assert statuses(result, NOT_CHECKED) == {run.SECOND_CALL, run.COLLECTIVES, run.MEMORY}
-
-
 def plain_cast(arithmetic: HostArithmetic, x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     return HostArithmetic.cast(arithmetic, x, inverse)
 
