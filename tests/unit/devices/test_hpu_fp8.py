@@ -118,6 +118,6 @@ def test_quantizing_skips_modules_of_another_model(log: list[Any], tmp_path: Pat
 
 
 def test_refusal_without_inc_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "neural_compressor", None)
+    monkeypatch.setitem(sys.modules, "neural_compressor.torch.quantization", None)
     with pytest.raises(UnsupportedConfigError, match=r"QUANT_CONFIG: QUANTIZE on a Gaudi needs .*neural-compressor-pt"):
         hpu_fp8._import(given(tmp_path, "QUANTIZE"))

@@ -24,7 +24,8 @@ DEMO = ROOT / "demo"
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in VARIABLES:
         if not variable.name.startswith(("OMP_", "LD_", "KMP_", "HF_", "XDG_")):
-            monkeypatch.delenv(variable.name, raising=False)
+            monkeypatch.setenv(variable.name, "")  # so that what a test sets is undone
+            monkeypatch.delenv(variable.name)
     forget_bridge(monkeypatch)
     device_table.other_platform_plugins.cache_clear()
 
