@@ -39,6 +39,8 @@ class Drawing:
             body |= FEATURES[name](rng, self, body["max_tokens"])
         if not body["temperature"]:
             body.pop("n", None)  # vLLM refuses several equal answers
+        if "logprob_token_ids" in body:
+            body["logprobs"] = len(body["logprob_token_ids"])  # vLLM refuses another number
         if len(body.get("allowed_token_ids", ())) == 1:
             for name in ("bad_words", "stop_token_ids"):
                 body.pop(name, None)
@@ -116,12 +118,21 @@ FEATURES: dict[str, Callable[[random.Random, Drawing, int], dict[str, Any]]] = {
     "bad_words": lambda rng, drawing, limit: dict(bad_words=rng.sample(BAD_WORDS, rng.randint(1, 4))),
     "logit_bias": _draw_bias,
     "allowed_token_ids": _draw_allowed,
-    "logprob_token_ids": lambda rng, drawing, limit: dict(logprobs=1, logprob_token_ids=_ids(rng, drawing, 3)),
+    "logprob_token_ids": lambda rng, drawing, limit: dict(logprob_token_ids=_ids(rng, drawing, 3)),
     "truncate_prompt_tokens": lambda rng, drawing, limit: dict(truncate_prompt_tokens=rng.choice([1, 3, 50])),
     "skip_special_tokens": lambda rng, drawing, limit: dict(skip_special_tokens=False),
     "cache_salt": lambda rng, drawing, limit: dict(cache_salt=rng.choice(["a", "b"])),
 }
 _BESIDE_GRAMMARS = (
-    *("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "n", "logprobs"),
-    *("prompt_logprobs", "logit_bias", "cache_salt"),
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "n",
+    "logprobs",
+    "prompt_logprobs",
+    "logit_bias",
+    "cache_salt",
 )
