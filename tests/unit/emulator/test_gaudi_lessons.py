@@ -13,12 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+from card_emulator.card import DEVICE
+from card_emulator.gaudi import fused, habana, ownership
+from card_emulator.gaudi.models import MODELS
 from card_emulator.testing import graph
 from tests.support.attention_layers import layer as attention_layer
+from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.attention.flat import choose_group
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FlatBlocks
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
+from vllm_gaudi_spec.devices.hpu import backend as hpu_backend
+from vllm_gaudi_spec.devices.hpu.backend import make_backend, mark_layers
+from vllm_gaudi_spec.quantization.layers import kv_range
 from vllm_gaudi_spec.recurrent.scans import scan
 
 # --- start-up ---
@@ -28,9 +37,6 @@ from vllm_gaudi_spec.recurrent.scans import scan
 def test_s13_the_generation_is_not_read_from_a_name(
     card: Any, generation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from card_emulator.gaudi.models import MODELS
-    from vllm_gaudi_spec.devices.hpu.backend import make_backend
-
     monkeypatch.setattr(card, "model", MODELS[generation])
     card.console = True
     assert torch.hpu.get_device_name() != generation.upper()
@@ -41,34 +47,18 @@ def test_s13_the_generation_is_not_read_from_a_name(
 def test_q01_a_card_that_is_neither_has_the_narrower_range(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import habana_frameworks.torch.utils.experimental as htexp
 
-    from vllm_gaudi_spec.devices.hpu.backend import make_backend
-    from vllm_gaudi_spec.quantization.layers import kv_range
-
     monkeypatch.setattr(htexp, "_get_device_type", lambda: None)
     assert kv_range(make_backend().weights.fp8_range) == "gaudi2"
 
 
 def test_s27_a_release_without_the_attention_kernel_starts(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_gaudi_spec.devices.hpu.backend import make_backend
-
     kernels = importlib.import_module("habana_frameworks.torch.hpex.kernels")
     monkeypatch.delattr(kernels, "FusedSDPA")
     assert make_backend().attention is not None
 
 
-def test_s03_h15_the_mode_is_that_in_which_the_bridge_was_loaded(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_gaudi_spec.config import UnsupportedConfigError
-    from vllm_gaudi_spec.devices.hpu.backend import make_backend
-
-    monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
-    with pytest.raises(UnsupportedConfigError, match="export PT_HPU_LAZY_MODE=0 before Python starts"):
-        make_backend()
-
-
 def test_s28_a_card_belongs_to_one_process(card: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For locks of files, another opening of the same file is another holder."""
-    from card_emulator.gaudi import ownership
-    from vllm_gaudi_spec import environment
 
     def use(modules: str) -> None:
         monkeypatch.setenv("HABANA_VISIBLE_MODULES", modules)
@@ -107,11 +97,6 @@ def test_s28_a_card_belongs_to_one_process(card: Any, tmp_path: Path, monkeypatc
 )
 def test_l12_equal_layers_are_one_recipe(card: Any, every: int, recipes: int, different: int) -> None:
     """Of four layers with a norm before and a projection after them; lists inside of layers are none of layers."""
-    from torch import nn
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-
-    from card_emulator.gaudi import habana
-    from vllm_gaudi_spec.devices.hpu.backend import mark_layers
 
     class Attention(nn.Module, AttentionLayerBase):
         def get_attn_backend(self) -> Any: ...
@@ -163,8 +148,6 @@ def test_l27_recurrences_have_five_dimensions(card: Any, num_decays: int) -> Non
 
 
 def test_o04_attention_of_one_head_and_one_query(card: Any) -> None:
-    from vllm_gaudi_spec.devices.hpu.backend import make_backend
-
     kv = KVPair(*(torch.ones(32, 1, 8, device="hpu") for _ in range(2)), 16)
     zero = torch.zeros(1, dtype=torch.int32, device="hpu")
     call = AttentionCall(
@@ -177,8 +160,6 @@ def test_o04_attention_of_one_head_and_one_query(card: Any) -> None:
 @torch.inference_mode()
 def test_decode_of_long_rows_runs_few_operators(card: Any) -> None:
     """Scores in bfloat16 are rounded by the matrix products alone, and a group of blocks costs no operator."""
-    from vllm_gaudi_spec.devices.hpu.backend import make_backend
-
     num_blocks, rows, queries = 64, 2, 4
     kv = KVPair(*(torch.ones((num_blocks + 1) * 16, 1, 8, dtype=torch.bfloat16, device="hpu") for _ in range(2)), 16)
     query_THD = torch.ones(rows * queries, 1, 8, dtype=torch.bfloat16, device="hpu")
@@ -221,9 +202,6 @@ def two_rows(attention: Any, spec: AttentionLayerSpec) -> torch.Tensor:
 
 
 def test_a30_a_mask_of_2_gib_is_passed_in_parts(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from card_emulator.gaudi import fused
-    from vllm_gaudi_spec.devices.hpu import backend as hpu_backend
-
     assert hpu_backend.LARGEST_MASK == fused.MASK_OVERFLOW == 2**31
     spec = one_head(torch.bfloat16, "llama")
     expected = two_rows(hpu_backend.make_backend().attention, spec)
@@ -250,8 +228,6 @@ def test_a30_a_mask_of_2_gib_is_passed_in_parts(card: Any, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("model_type", "mode"), [("llama", "fast"), ("qwen2", "fp32")])
 def test_a11_the_fast_softmax_is_too_coarse_for_some_models(card: Any, model_type: str, mode: str) -> None:
-    from vllm_gaudi_spec.devices.hpu.backend import make_backend
-
     backend, modes = make_backend(), []
     attention: Any = backend.attention
     kernel = attention._fused_sdpa
@@ -269,8 +245,6 @@ def test_a11_the_fast_softmax_is_too_coarse_for_some_models(card: Any, model_typ
 
 @pytest.mark.parametrize("sinks", [True, False])
 def test_a13_a_marker_follows_attention_with_sinks(card: Any, sinks: bool) -> None:
-    from vllm_gaudi_spec.devices.hpu.backend import make_backend
-
     attention: Any = make_backend().attention
     spec = one_head(torch.bfloat16, "gpt_oss")
     if sinks:
@@ -288,34 +262,11 @@ def test_a13_a_marker_follows_attention_with_sinks(card: Any, sinks: bool) -> No
     assert issued == (["attention of 15 arguments", "marker"] if sinks else ["attention of 11 arguments"])
 
 
-def test_a_release_whose_attention_knows_no_sinks(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain torch serves such layers."""
-    from habana_frameworks.torch.hpex import kernels
-
-    from vllm_gaudi_spec.devices.hpu.backend import make_backend
-
-    class Older:
-        @staticmethod
-        def forward(ctx: Any, q: Any, k: Any, v: Any, *, seq_padding_type: str) -> None: ...
-
-        @staticmethod
-        def apply(*args: Any) -> torch.Tensor:
-            raise AssertionError("called with sinks")
-
-    monkeypatch.setattr(kernels, "FusedSDPA", Older)
-    sinks = torch.full((1,), 100.0, dtype=torch.bfloat16, device="hpu")
-    out = one_step(make_backend().attention, replace(one_head(torch.bfloat16, "gpt_oss"), sinks_H=sinks))
-    assert not out.cpu().any(), "a sink far above all scores leaves nothing"
-
-
-@pytest.mark.parametrize("release", ["passes them on", "drops them", "has no such flag"])
+@pytest.mark.parametrize("release", ["passes them on", "drops them", "has no such flag", "knows no sinks"])
 def test_a32_sinks_that_the_bridge_drops(card: Any, release: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the flag is on is asked of the bridge, which has read the environment."""
+    """Plain torch serves such layers. Whether the flag is on is asked of the bridge, which has read the environment."""
     from habana_frameworks.torch.hpex import kernels
     from habana_frameworks.torch.internal import bridge_config
-
-    from card_emulator.card import DEVICE
-    from vllm_gaudi_spec.devices.hpu.backend import make_backend
 
     called: list[int] = []
     kernel = kernels.FusedSDPA
@@ -330,7 +281,9 @@ def test_a32_sinks_that_the_bridge_drops(card: Any, release: str, monkeypatch: p
             return kernel.apply(*args)
 
     monkeypatch.setattr(kernels, "FusedSDPA", Seen)
-    if release != "passes them on":
+    if release == "knows no sinks":
+        monkeypatch.setattr(Seen, "forward", staticmethod(lambda ctx, q, k, v, *, seq_padding_type: None))
+    elif release != "passes them on":
         monkeypatch.setitem(DEVICE.bridge_flags, "PT_HPU_ENABLE_FUSED_SDPA_SINK", False)
     if release == "has no such flag":
         monkeypatch.delattr(bridge_config, "get_pt_hpu_enable_fused_sdpa_sink")
