@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.marks import slow
 from tests.support.processes import run
 from vllm_gaudi_spec.tools.compare.measure import compute_speedup
 from vllm_gaudi_spec.tools.report import record
@@ -161,25 +160,3 @@ def test_comparison_goes_on_when_a_task_fails(tiny_llama: str, tmp_path: Path) -
     assert status == 1, said
     assert said.splitlines()[-1].startswith("error: task draft_model ngram failed: draft_model: ")
     assert list(table_in(said)) == list(tasks_in(file)) == ["baseline", "ngram"]
-
-
-@pytest.mark.parametrize(
-    ("options", "status", "words"),
-    [
-        (["--task", "ngram", "--draft_model", "some/model"], 2, "needs no draft model"),
-        *slow(
-            (["--task", "universal_draft", "--model", "some/model"], 2, "needs --draft"),
-            (["--task", "eagle", "mtp"], 2, "no common target"),
-            (["--task", "draft_model", "--draft_model", "./no"], 1, "./no"),
-            (["--task", "ngram", "--model", "/no/such"], 1, "/no/such"),
-            (["--task", "baseline", "--assert_accept_rate", "0.5"], 2, "drafts"),
-            (["--task", "ngram", "--acceptance", "strict", "block"], 2, "one rule"),
-            (["--task", "ngram", "--prompts", "/no/such"], 1, "/no/such"),
-            (["--task", "ngram", "--acceptance", "coupled"], 1, "use greedy"),
-        ),
-    ],
-)
-def test_wrong_options_are_refused(options: list[str], status: int, words: str) -> None:
-    found, said = script(*options)
-    assert found == status, said
-    assert words in said.splitlines()[-1], said

@@ -86,6 +86,8 @@ def test_commands_report_missing_packages_with_the_standard_library_alone(tmp_pa
         ["demo", "--task", "ngram", "--draft_model", "some/model"],
         ["demo", "--task", "ngram", "--acceptance", "strict", "block"],
         ["demo", "--task", "eagle", "mtp"],
+        ["demo", "--task", "universal_draft", "--model", "some/model"],
+        ["demo", "--task", "baseline", "--assert-accept-rate", "0.5"],
         ["demo", "--model", "/no/such"],
         ["demo", "--json", "/no/such/folder/run.json"],
         ["demo", "--report", "/no/such/folder/page.html"],
