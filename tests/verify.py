@@ -25,9 +25,7 @@ GAUDI, COMPILED, NPU = "hpu-emulated", "hpu-emulated, compiled", "ascend-emulate
 DEVICES = {
     "test_emulated_compiled": (GAUDI,),
     "test_emulated_fp8": (GAUDI,),
-    "test_emulated_images": (GAUDI,),  # it names its devices
     "test_emulated_memory": (GAUDI, NPU),
-    "test_emulated_recurrent": (GAUDI,),
     "test_vendor_torch": (GAUDI,),
     "test_emulated": (GAUDI, COMPILED, NPU),
     "test_ascend": (NPU,),

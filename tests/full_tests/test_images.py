@@ -19,11 +19,24 @@ from tests.full_tests.test_bad_input import chat, check_alive, check_error
 from tests.models import vision
 from tests.models.media import SMALL, picture
 from tests.models.run import check
+from tests.support.marks import slow
 
 
-def test_media_answers_equal_transformers(tmp_path: Path) -> None:
-    """Positions of Qwen's have three rows. Borders of chunks lie within its images."""
-    check("cpu", tmp_path, "qwen2.5-vl-images@chunks")
+@pytest.mark.parametrize(
+    ("device", "cases"),
+    [
+        # Positions of Qwen's have three rows. Borders of chunks lie within its images.
+        ("cpu", ("qwen2.5-vl-images@chunks",)),
+        *slow(
+            # Images of one size, in tiles, and in patches.
+            ("hpu-emulated", ("llava-images", "internvl-images", "qwen2-vl-images", "qwen2.5-vl-images@chunks")),
+            ("hpu-emulated-compiled", ("qwen2-vl-images",)),
+        ),
+    ],
+    ids=["cpu", "gaudi", "gaudi compiled"],
+)
+def test_media_answers_equal_transformers(device: str, cases: tuple[str, ...], tmp_path: Path) -> None:
+    check(device, tmp_path, *cases)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.full_tests.prompts import random_prompts
 from tests.full_tests.speculation import accepted, custom, ngram, speculating
 from tests.full_tests.workload import Answer, Request, check_same, mixed_requests, run_together
 from tests.models import checkpoints
-from tests.models.run import CASES
+from tests.models.run import CASES, check
 from tests.support.marks import slow
 from vllm_gaudi_spec.recurrent import table
 from vllm_gaudi_spec.tools.doctor.layers import num_layers_with_kv, state_bytes
@@ -31,6 +31,11 @@ BUSY: dict[str, Any] = SIZES | dict(max_num_batched_tokens=64, block_size=32, nu
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
     return mixed_requests(16)
+
+
+@pytest.mark.slow  # `make test` has tests/conformance/test_states.py
+def test_answers_of_a_gaudi_equal_transformers(tmp_path: Path) -> None:
+    check("hpu-emulated", tmp_path, "qwen3-next", "granite4-hybrid", "falcon-h1", "mamba", "lfm2")
 
 
 class Models:

@@ -4,12 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.stats import chisquare
+from scipy.special import softmax
 from vllm import SamplingParams
 
 from tests.full_tests import tiny_models
 from tests.full_tests.engines import engine, first_tokens, generate
 from tests.full_tests.reference import Reference
+from tests.support.distributions import cells, p_value
 from tests.support.marks import quick_and_slow
 
 VOCAB, SEEDS = 50, 20_000
@@ -41,14 +42,12 @@ def expected_probs(model: str, setting: dict[str, Any]) -> np.ndarray:
     return first[:, None] * np.stack(second)
 
 
-def count_pairs(model: str, setting: dict[str, Any]) -> np.ndarray:
+def sample_pairs(model: str, setting: dict[str, Any]) -> np.ndarray:
+    """Return two tokens of each seed, [N, 2]."""
     plain = dict(max_tokens=2, ignore_eos=True, detokenize=False)
     params = [SamplingParams(seed=seed, **plain, **setting) for seed in range(SEEDS)]
     with engine(model, skip_tokenizer_init=True, max_num_seqs=256, max_model_len=64) as llm:
-        outputs = first_tokens(generate(llm, [PROMPT] * SEEDS, params))
-    counts = np.zeros((VOCAB, VOCAB), dtype=np.int64)
-    np.add.at(counts, tuple(np.array(outputs).T), 1)
-    return counts
+        return np.array(first_tokens(generate(llm, [PROMPT] * SEEDS, params)))
 
 
 @pytest.mark.parametrize("setting", quick_and_slow(SETTINGS[:1], SETTINGS), ids=str)
@@ -59,14 +58,10 @@ def test_sampled_tokens_follow_the_distribution(setting: dict[str, Any], small_v
         without = {key: value for key, value in setting.items() if key != name}
         changed = np.abs(expected_probs(small_vocabulary, without) - probs).sum()
         assert changed > 0.01 or without == {}, f"{name} makes no difference here"
-    counts = count_pairs(small_vocabulary, setting)
+    pairs = sample_pairs(small_vocabulary, setting)
     # Each token's own distribution as well: the pairs have many cells, which spreads thin what concerns one token.
-    p_values = [chi_square(counts, probs), chi_square(counts.sum(axis=1), probs.sum(axis=1))]
+    p_values = [p_value(cells(pairs, VOCAB), probs.ravel()), p_value(pairs[:, 0], probs.sum(axis=1))]
     assert min(p_values) > ALPHA / len(p_values), p_values
-
-
-# Cells that expect fewer are pooled: below this the chi-square distribution is a poor approximation.
-MIN_EXPECTED = 5
 
 
 def token_probs(
@@ -84,24 +79,3 @@ def token_probs(
     before = np.cumsum(probs[order]) - probs[order]
     probs[order[before >= top_p]] = 0
     return probs / probs.sum()
-
-
-def softmax(x: np.ndarray) -> np.ndarray:
-    weights = np.exp(x - x.max())
-    return weights / weights.sum()
-
-
-def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
-    """p-value of `counts` under `probs`, rare cells pooled; 0 if anything impossible was seen."""
-    counts, probs = counts.ravel(), probs.ravel()
-    if counts[probs == 0].any():
-        return 0.0
-    expected = probs / probs.sum() * counts.sum()
-    order = np.argsort(expected)
-    expected, counts = expected[order], counts[order]
-    pooled = int(np.searchsorted(np.cumsum(expected), MIN_EXPECTED * 2))
-    rare = max(pooled, int((expected < MIN_EXPECTED).sum()))
-    expected = np.concatenate([[expected[:rare].sum()], expected[rare:]])
-    counts = np.concatenate([[counts[:rare].sum()], counts[rare:]])
-    keep = expected > 0
-    return float(chisquare(counts[keep], expected[keep]).pvalue)

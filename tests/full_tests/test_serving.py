@@ -64,9 +64,13 @@ def test_streaming(server: Server) -> None:
     assert usage["completion_tokens"] == 600
 
 
-def test_chat(server: Server) -> None:
-    """Through OpenAI's own client; the chat template is the tiny tokenizer's."""
-    client = OpenAI(base_url=str(server.client.base_url) + "/v1", api_key="none")
+@pytest.fixture
+def client(server: Server) -> OpenAI:
+    return OpenAI(base_url=str(server.client.base_url) + "/v1", api_key="none")
+
+
+def test_chat(server: Server, client: OpenAI) -> None:
+    """The chat template is the tiny tokenizer's."""
     messages: Any = [dict(role="system", content="Be brief."), dict(role="user", content="Who are you?")]
     chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, temperature=0)
     prompt = "system: Be brief.\nuser: Who are you?\nassistant: "
@@ -74,6 +78,14 @@ def test_chat(server: Server) -> None:
     assert chat.choices[0].message.content == text(plain)
     stream = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, temperature=0, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text(plain)
+
+
+def test_responses(client: OpenAI) -> None:
+    sampling: Any = dict(model="tiny", temperature=0)
+    question: Any = dict(role="user", content="Who are you?")
+    chat = client.chat.completions.create(messages=[question], max_tokens=12, **sampling)
+    responded = client.responses.create(input="Who are you?", max_output_tokens=12, **sampling)
+    assert responded.output_text == chat.choices[0].message.content
 
 
 def test_stop_string(server: Server) -> None:

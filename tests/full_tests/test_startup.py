@@ -60,13 +60,6 @@ def failed_start(model: str, *options: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow  # `make test` has the words of it in tests/unit/upstream/test_messages.py
-def test_wrong_model_path_is_named() -> None:
-    line = failing_start("/no/such/model")
-    assert "/no/such/model" in line
-    assert re.search(r"not exist|not found|no such|not a", line, re.IGNORECASE), line
-
-
 def test_second_platform_plugin_is_named(tiny_llama: str, tmp_path: Path) -> None:
     """A second plugin that wants to be the platform. With VGS_DEVICE set ours wants to be it too."""
     package = tmp_path / "other_platform-1.0.dist-info"

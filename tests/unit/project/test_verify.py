@@ -16,11 +16,10 @@ from tests.upstream.__main__ import OURS, UPSTREAM, File, compare
 JOBS = verify.all_jobs()
 EMULATED = {"hpu-emulated", "hpu-emulated, compiled", "ascend-emulated"}
 DEVICES_BY_MARK = {"emulated": EMULATED, "ascend": {"ascend-emulated"}, "cuda": {"cuda"}}
-# A mode, QUANT_CONFIG and recurrent layers are a Gaudi's alone; a card's memory is counted where it captures graphs.
-EXCEPTIONS = {
-    f"test_{name}.py": {"hpu-emulated"}
-    for name in ("emulated_compiled", "emulated_fp8", "emulated_images", "emulated_recurrent", "vendor_torch")
-} | {"test_emulated_memory.py": {"hpu-emulated", "ascend-emulated"}}
+# A mode and QUANT_CONFIG are a Gaudi's alone; a card's memory is counted where it captures graphs.
+EXCEPTIONS = {f"test_{name}.py": {"hpu-emulated"} for name in ("emulated_compiled", "emulated_fp8", "vendor_torch")} | {
+    "test_emulated_memory.py": {"hpu-emulated", "ascend-emulated"}
+}
 FULL_TESTS = sorted({job.file for job in JOBS if job.file.parent.name == "full_tests"})
 
 
