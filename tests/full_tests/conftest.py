@@ -35,17 +35,6 @@ def demo_model() -> str:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Path of a family's tiny checkpoint, written once per session."""
-
-    @cache
-    def path(family: str) -> str:
-        return tiny_models.save(tiny_models.FAMILIES[family], tmp_path_factory.mktemp(family))
-
-    return path
-
-
-@pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """Path of a checkpoint of `make verify-models`, made once per session."""
     from tests.models import checkpoints
@@ -56,8 +45,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(tiny: Callable[[str], str]) -> str:
-    return tiny("llama")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_models.save(tiny_models.llama, tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="session")

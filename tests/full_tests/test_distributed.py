@@ -6,7 +6,7 @@ a part of every sum, so a tie may go the other way: those are counted.
 
 import os
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +25,7 @@ from tests.full_tests.prompts import random_prompts
 from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.reference import Reference
 from tests.full_tests.speculation import accounts, custom, ngram, speculating, suffix
-from tests.full_tests.tiny_models import FAMILIES as MODELS
-from tests.full_tests.tiny_models import VOCAB, looping_with_experts, save, save_untrained_head
+from tests.full_tests.tiny_models import VOCAB, save_untrained_head
 from tests.support.marks import quick_and_slow
 from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer
 
@@ -224,34 +223,23 @@ SPREAD: dict[str, dict[str, Any]] = {
     "short steps": dict(max_num_batched_tokens=32, enable_prefix_caching=True),
     "each on two ranks": dict(tensor_parallel_size=2),
 }
-FAMILIES = ("qwen3_moe", "mixtral", "deepseek")
-QUICK_MOE = [("qwen3_moe", "ngram_gpu", "overlapping")]
+FAMILIES = ("qwen3-moe", "mixtral", "deepseek-v3")
+QUICK_MOE = [("qwen3-moe", "ngram_gpu", "overlapping")]
 MOE = [
     *((family, "ngram_gpu", how) for family in FAMILIES for how in SPREAD),
-    *(("qwen3_moe", method, how) for method in ("ngram", "draft_model", "eagle") for how in SPREAD),
+    *(("qwen3-moe", method, how) for method in ("ngram", "draft_model", "eagle") for how in SPREAD),
 ]
-
-
-@pytest.fixture(scope="module")
-def looping(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """A family with experts whose text runs in circles, which n-grams foresee."""
-
-    @cache
-    def path(family: str) -> str:
-        return save(partial(looping_with_experts, MODELS[family]), tmp_path_factory.mktemp(family))
-
-    return path
 
 
 @pytest.mark.parametrize(("family", "method", "how"), quick_and_slow(QUICK_MOE, MOE))
 def test_experts_of_data_parallel_ranks(
-    family: str, method: str, how: str, looping: Callable[[str], str], cousin: str, said: Said, tmp_path: Path
+    family: str, method: str, how: str, made: Callable[[str], str], cousin: str, said: Said, tmp_path: Path
 ) -> None:
     """First with a rank that has nothing to do but to take part; then with work of its own on each."""
     model = save_untrained_head(tmp_path) if method == "eagle" else cousin
     stranger = dict(method=method, model=model, num_speculative_tokens=3)
     drafter = WITHOUT_MODEL.get(method, stranger)
-    given = Setup(looping(family), drafter, NOISE, {})
+    given = Setup(made(family), drafter, NOISE, {})
     options = dict(speculative_config=drafter, **ACCOUNTS, **EXPERTS, **(SIZES | SPREAD[how]))
     idle = Job(NOISE.prompts, NOISE.params, [0] * len(NOISE.prompts))
     uneven = Job(NOISE.prompts, NOISE.params, [int(index % 5 == 0) for index in range(len(NOISE.prompts))])
@@ -262,10 +250,10 @@ def test_experts_of_data_parallel_ranks(
 
 @pytest.mark.slow
 def test_drafter_that_raises_does_not_block_ranks_that_share_experts(
-    looping: Callable[[str], str], said: Said, monkeypatch: pytest.MonkeyPatch
+    made: Callable[[str], str], said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for it in the drafter: each engine drafts for itself."""
-    given = Setup(looping("qwen3_moe"), WITHOUT_MODEL["ngram_gpu"], NOISE, {})
+    given = Setup(made("qwen3-moe"), WITHOUT_MODEL["ngram_gpu"], NOISE, {})
     said(given.target, given.work)
     fault = BreaksOnDevice("raises", lambda call: call % 5 == 2)
     monkeypatch.setattr(DeviceNgramProposer, "propose", fault.around(DeviceNgramProposer.propose))
@@ -276,8 +264,8 @@ def test_drafter_that_raises_does_not_block_ranks_that_share_experts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_experts_of_tensor_parallel_ranks(family: str, looping: Callable[[str], str], said: Said) -> None:
-    given = Setup(looping(family), ngram(3), NOISE, {})
+def test_experts_of_tensor_parallel_ranks(family: str, made: Callable[[str], str], said: Said) -> None:
+    given = Setup(made(family), ngram(3), NOISE, {})
     with speculating(given.target, given.drafter, tensor_parallel_size=2, **EXPERTS, **SIZES) as llm:
         outputs = generate(llm, NOISE.prompts, NOISE.params)
         ranks_agree(llm, 2)

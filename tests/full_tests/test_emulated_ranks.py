@@ -20,7 +20,6 @@ from tests.full_tests.test_distributed import (
     check,
     deepseek,
     even,
-    looping,
     ranks_agree,
     said,
     setup_of,
@@ -28,7 +27,7 @@ from tests.full_tests.test_distributed import (
 from tests.full_tests.tiny_models import VOCAB
 from vllm_gaudi_spec.self_test.run import COLLECTIVES
 
-__all__ = ["deepseek", "even", "looping", "said", "setup_of"]  # fixtures
+__all__ = ["deepseek", "even", "said", "setup_of"]  # fixtures
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -52,19 +51,19 @@ def test_whole_drafter_on_each_card(method: str, setup_of: Callable[[str], Setup
     check(given, outputs, said, f"2 cards, {method}, drafter on each", least_accepted=1)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek"])
-def test_experts_of_tensor_parallel_cards(family: str, looping: Callable[[str], str], said: Said) -> None:
-    given = Setup(looping(family), ngram(3), FEW, {})
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
+def test_experts_of_tensor_parallel_cards(family: str, made: Callable[[str], str], said: Said) -> None:
+    given = Setup(made(family), ngram(3), FEW, {})
     with speculating(given.target, given.drafter, tensor_parallel_size=2, **EXPERTS, **SIZES) as llm:
         outputs = generate(llm, *FEW)
         ranks_agree(llm, 2)
     check(given, outputs, said, f"2 cards, experts of {family}", least_accepted=1)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek"])
-def test_experts_of_data_parallel_cards(family: str, looping: Callable[[str], str], said: Said) -> None:
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
+def test_experts_of_data_parallel_cards(family: str, made: Callable[[str], str], said: Said) -> None:
     """First with a card that has nothing to do but to take part; then with work of its own on each."""
-    given = Setup(looping(family), ngram(3) | dict(method="ngram_gpu"), FEW, {})
+    given = Setup(made(family), ngram(3) | dict(method="ngram_gpu"), FEW, {})
     options = dict(speculative_config=given.drafter, **ACCOUNTS, **EXPERTS, **SIZES)
     jobs = [Job(FEW.prompts, FEW.params, ranks) for ranks in ([0] * 6, [0, 1] * 3)]
     for outputs, what in zip(data_parallel(given.target, jobs, **options), ("idle", "both"), strict=True):

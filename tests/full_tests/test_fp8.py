@@ -112,10 +112,10 @@ def test_heads_are_lossless(method: str, tmp_path: Path) -> None:
             assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 20
 
 
-@pytest.mark.parametrize("family", ["deepseek", pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_experts_and_latent_attention_stay_unquantized(family: str, tiny: Callable[[str], str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["deepseek-v3", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_experts_and_latent_attention_stay_unquantized(family: str, made: Callable[[str], str], tmp_path: Path) -> None:
     """What is around them is measured, and runs in FP8."""
-    model = tiny(family)
+    model = made(family)
     found = calibrate(tmp_path, model, None, **SIZES)
     (record,) = files.read_world(found.prefix("target"))
     layer = {name.rpartition("layers.1.")[2] for name in record.nodes if ".layers.1." in name}
@@ -132,7 +132,7 @@ def test_experts_and_latent_attention_stay_unquantized(family: str, tiny: Callab
 
 
 AROUND = {
-    "deepseek": {
+    "deepseek-v3": {
         "self_attn.q_b_proj",
         "self_attn.o_proj",
         "mlp.shared_experts.gate_up_proj",

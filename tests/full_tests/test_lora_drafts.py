@@ -102,13 +102,13 @@ def test_adapters_under_other_engine_options(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "granite", "gemma3"])
-def test_adapters_of_other_families(family: str, tiny: Callable[[str], str], tmp_path: Path) -> None:
-    model = tiny(family)
-    made = [
+def test_adapters_of_other_families(family: str, made: Callable[[str], str], tmp_path: Path) -> None:
+    model = made(family)
+    loras = [
         adapters.make(model, tmp_path / name, number, rank=4, modules=(*adapters.ATTENTION, *adapters.MLP))
         for number, name in ((1, "a"), (2, "b"))
     ]
-    jobs = [job for adapter in (*made, None) for job in greedy(PROMPTS, adapter)]
+    jobs = [job for adapter in (*loras, None) for job in greedy(PROMPTS, adapter)]
     with speculating(model, ngram(3), **LORA) as llm:
         Merged(model, tmp_path).check(jobs, run(llm, jobs))
 

@@ -1,4 +1,4 @@
-"""Tiny randomly initialized checkpoints, one per model family: seeded, a few hundred kilobytes, made in a second.
+"""Tiny randomly initialized Llamas: seeded, a few hundred kilobytes, made in a second. Others: tests/models.
 
 The weights are drawn wide (`initializer_range` 0.2 and more), so that logits spread over several units: nearly flat
 logits would make every comparison of greedy tokens a comparison of rounding errors.
@@ -12,10 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 BOS, EOS = "<s>", "</s>"
 MAX_LEN = 4096
@@ -65,95 +71,20 @@ def common(**overrides: Any) -> dict[str, Any]:
     return shape | overrides
 
 
-def make(architecture: str, **overrides: Any) -> PreTrainedModel:
-    made_by = getattr(transformers, architecture)
-    return made_by(made_by.config_class(**common(**overrides)))
-
-
-llama = partial(make, "LlamaForCausalLM")
+def llama(**overrides: Any) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**common(**overrides)))
 
 
 def looping_llama() -> PreTrainedModel:
     """The next token follows mostly from the last one: greedy text soon runs in circles, which drafters foresee. What
     stands further back still has a say, but a small one. Its choices are clear, so sampled text repeats as well."""
-    return _loop(llama(), 0.2, "o_proj")
-
-
-def looping_with_experts(build: Callable[..., PreTrainedModel]) -> PreTrainedModel:
-    """Make a model loop like the looping Llama, and keep its experts from deciding everything."""
-    return _loop(build(), 0.1, "o_proj", "down_proj", ".w2.")
-
-
-def _loop(model: PreTrainedModel, share: float, *parts: str) -> PreTrainedModel:
+    model = llama()
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(30)
         model.lm_head.weight.mul_(3)
-        for name, weight in model.named_parameters():
-            if ".layers." in name and any(part in name for part in parts):
-                weight.mul_(share)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.2)
     return model
-
-
-def deepseek(**overrides: Any) -> PreTrainedModel:
-    """DeepSeek-V3 in small: every size another, so that one taken for another shows."""
-    shape = dict(
-        num_key_value_heads=4,
-        num_hidden_layers=3,
-        first_k_dense_replace=1,
-        q_lora_rank=48,
-        kv_lora_rank=40,
-        qk_nope_head_dim=24,
-        qk_rope_head_dim=16,
-        v_head_dim=20,
-        n_routed_experts=8,
-        num_experts_per_tok=3,
-        n_shared_experts=1,
-        n_group=4,
-        topk_group=2,
-        moe_intermediate_size=32,
-        routed_scaling_factor=1.5,
-        scoring_func="sigmoid",
-        topk_method="noaux_tc",
-        rope_parameters=dict(rope_type="default", rope_theta=10_000.0),
-    )
-    config = common(**(shape | overrides))
-    del config["head_dim"]
-    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**config))
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.normal_(std=0.1)
-    return model
-
-
-YARN = dict(
-    rope_type="yarn",
-    rope_theta=10_000.0,
-    factor=4.0,
-    original_max_position_embeddings=MAX_LEN // 4,
-    beta_fast=32,
-    beta_slow=1,
-    mscale=1.0,
-    mscale_all_dim=1.0,
-)
-# Granite's own multipliers, each away from one so that leaving one out shows.
-SCALES = dict(embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=0.5, attention_multiplier=0.1)
-TWO_TO_ONE = dict(
-    num_hidden_layers=6, layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2, sliding_window=32
-)
-EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
-
-FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": llama,
-    "mistral": partial(make, "MistralForCausalLM", sliding_window=64),
-    "qwen2": partial(make, "Qwen2ForCausalLM"),
-    "qwen3": partial(make, "Qwen3ForCausalLM"),
-    "granite": partial(make, "GraniteForCausalLM", **SCALES),
-    "gemma3": partial(make, "Gemma3ForCausalLM", **TWO_TO_ONE, query_pre_attn_scalar=32),
-    "mixtral": partial(make, "MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2),
-    "qwen3_moe": partial(make, "Qwen3MoeForCausalLM", **EXPERTS),
-    "deepseek": partial(deepseek, rope_parameters=YARN),
-    "deepseek_lite": partial(deepseek, q_lora_rank=None),
-}
 
 
 def save(build: Callable[[], PreTrainedModel], folder: Path, vocab_size: int = VOCAB, seed: int = 0) -> str:
