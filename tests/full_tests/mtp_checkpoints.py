@@ -43,10 +43,10 @@ class Family:
     """The kind of the MTP layers' MLP, where layers have several."""
 
 
-def make_model(name: str, layers: int, share: float, recipe: Recipe | None = None) -> PreTrainedModel:
+def make_model(name: str, layers: int, share: float) -> PreTrainedModel:
     """Make the target's model with the MTP layers as its last ones, whose layers add `share` of what they would."""
     family = FAMILIES[name]
-    model = build(extend(recipe or ARCHITECTURES[family.recipe], layers, family.mlp))
+    model = build(extend(ARCHITECTURES[family.recipe], layers, family.mlp))
     with torch.no_grad():
         for weight_name, weight in model.named_parameters():
             if re.search(r"o_proj|out_proj|down_proj|\bw2\b", weight_name):
@@ -54,19 +54,17 @@ def make_model(name: str, layers: int, share: float, recipe: Recipe | None = Non
     return model
 
 
-def save(name: str, folder: Path, layers: int = 1, share: float = 0.3, recipe: Recipe | None = None) -> str:
+def save(name: str, folder: Path, layers: int = 1, share: float = 0.3) -> str:
     """Write a checkpoint.
 
     Args:
         share: How much layers add to what they read, in the target and in MTP. With 0 the next token follows from the
             last one alone, and every draft is right.
-        recipe: The target; the family's, if there is none.
     """
     family = FAMILIES[name]
-    recipe = recipe or ARCHITECTURES[family.recipe]
-    model = make_model(name, layers, share, recipe)
+    model = make_model(name, layers, share)
     save_model(model, folder)
-    described = json.loads((folder / "config.json").read_text()) | recipe.published
+    described = json.loads((folder / "config.json").read_text()) | ARCHITECTURES[family.recipe].published
     text = described.get("text_config", described)
     total = model.config.get_text_config().num_hidden_layers
     text["num_hidden_layers"] = total - layers

@@ -4,7 +4,7 @@ A P-EAGLE head has the configuration and the weight names that the library specu
 `RedHatAI/Qwen3-8B-speculator.peagle` does. `peagle_logits.json` has the logits that the library's `PEagleDraftModel`
 computes from these weights, which this file recorded at commit 6e63f5e8.
 
-PARD is `amd/PARD-Llama-3.2-1B` or `amd/PARD-Qwen3-0.6B`: a tied model whose configuration names a `pard_token`.
+PARD is `amd/PARD-Llama-3.2-1B`: a tied model whose configuration names a `pard_token`.
 """
 
 from pathlib import Path
@@ -139,21 +139,18 @@ def peagle_weights(family: str) -> dict[str, torch.Tensor]:
     return {name: weight(name, *shape) for name, shape in shapes.items()} | vocabulary
 
 
-PARD_ROPE = {
-    "llama": dict(
-        rope_type="llama3",
-        rope_theta=500000.0,
-        factor=32.0,
-        high_freq_factor=4.0,
-        low_freq_factor=1.0,
-        original_max_position_embeddings=64,
-    ),
-    "qwen3": dict(rope_type="default", rope_theta=1000000.0),
-}
+PARD_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=32.0,
+    high_freq_factor=4.0,
+    low_freq_factor=1.0,
+    original_max_position_embeddings=64,
+)
 
 
-def make_pard(folder: Path, family: str = "llama") -> str:
+def make_pard(folder: Path) -> str:
     shape = SHAPE | dict(tie_word_embeddings=True, num_hidden_layers=2)
-    config = FAMILIES[family](**shape, rope_parameters=PARD_ROPE[family], pard_token=MASK)
+    config = LlamaConfig(**shape, rope_parameters=PARD_ROPE, pard_token=MASK)
     fill(AutoModelForCausalLM.from_config(config)).save_pretrained(folder)
     return str(folder)

@@ -1,11 +1,10 @@
-"""Drafters as they are published: the config.json of real checkpoints, at a reduced size, with random weights.
+"""Block drafters as they are published: the config.json of real checkpoints, at a reduced size, with random weights.
 
 Sizes shrink, and layers are fewer. Flags, kinds of layers, constants, formats, and names of tensors are kept.
 published_drafters.json has the configurations, with whose they are and where they were read.
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.full_tests import mtp_checkpoints, parallel_checkpoints, tiny_models
+from tests.full_tests import mtp_checkpoints, tiny_models
 from tests.full_tests.block_drafters import make_weights, write_checkpoint
 from tests.models.architectures import ARCHITECTURES
 from tests.models.checkpoints import build
@@ -130,111 +129,7 @@ def _save_target(name: str, folder: Path) -> Any:
     return model
 
 
-# --- drafters in parallel ---
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """A P-EAGLE head or a PARD model. parallel_checkpoints.py writes them as published."""
-
-    family: str
-    make: Callable[[Path, str, str], str]
-    """Takes a folder, the family and the target's folder."""
-    method: str
-    num_drafts: int
-    is_apart = False
-
-    def save(self, folder: Path) -> tuple[str, dict[str, Any]]:
-        target = parallel_checkpoints.make_target(folder / "target", self.family)
-        drafter = self.make(folder / "drafter", self.family, target)
-        for written in (target, drafter):  # vocabularies are compared
-            parallel_checkpoints.save_tokenizer(written)
-        named = dict(method=self.method, parallel_drafting=True, num_speculative_tokens=self.num_drafts)
-        return target, dict(model=drafter) | named
-
-
-def _make_pard(folder: Path, family: str, target: str) -> str:
-    return parallel_checkpoints.make_pard(folder, family)
-
-
-# --- MTP layers ---
-
-# Fields of which the reduced checkpoint has what the target's recipe in architectures.yaml has.
-_SIZES = {
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "layer_types"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("moe_intermediate_size", "shared_expert_intermediate_size", "n_routed_experts", "num_experts"),
-    *("num_experts_per_tok", "n_group", "topk_group", "first_k_dense_replace"),
-    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    *("linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim"),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
-}
-
-
-@dataclass(frozen=True)
-class MTP:
-    family: str
-    """Name in mtp_checkpoints.FAMILIES."""
-    config: dict[str, Any]
-    num_drafts: int
-
-    @property
-    def is_apart(self) -> bool:
-        return mtp_checkpoints.needs_vision(self.family)
-
-    def save(self, folder: Path) -> tuple[str, dict[str, Any]]:
-        family = mtp_checkpoints.FAMILIES[self.family]
-        recipe = ARCHITECTURES[family.recipe]
-        sizes = {name: size for name, size in recipe.config.items() if name in _SIZES}
-        config = {name: sizes.get(name, value) for name, value in self.config.items()}
-        count = config.pop(family.count_field)
-        read = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
-        # `save` sets the fields that describe layers, since it turns the last layers into MTP layers.
-        published = {name: value for name, value in config.items() if name not in ("num_hidden_layers", "layer_types")}
-        mtp_checkpoints.save(
-            self.family, folder, count, recipe=replace(recipe, config=sizes | read, published=published)
-        )
-        path = folder / "config.json"
-        saved = json.loads(path.read_text())
-        path.write_text(json.dumps({name: saved[name] for name in self.config} | dict(dtype="float32")))
-        return str(folder), dict(method="mtp", num_speculative_tokens=self.num_drafts)
-
-
-@dataclass(frozen=True)
-class Assistant:
-    """A Gemma 4 assistant, whose layers read the target's KV."""
-
-    target: str
-    config: dict[str, Any]
-    num_drafts: int
-    is_apart = False
-
-    def save(self, folder: Path) -> tuple[str, dict[str, Any]]:
-        target, assistant = mtp_checkpoints.save_gemma4(self.target, folder)
-        path = Path(assistant) / "config.json"
-        saved = json.loads(path.read_text())
-        text = saved["text_config"]
-        sizes = {name: text[name] for name in (*_SIZES, "num_kv_shared_layers", "sliding_window") if name in text}
-        sizes |= dict(global_head_dim=text["per_layer_config"]["1"]["head_dim"], dtype="float32")
-        config = self.config | dict(backbone_hidden_size=saved["backbone_hidden_size"])
-        config["text_config"] = self.config["text_config"] | sizes
-        path.write_text(json.dumps(config))
-        return target, dict(method="mtp", model=assistant, num_speculative_tokens=self.num_drafts)
-
-
-# --- the table ---
-
-_KINDS: dict[str, type[Block | MTP | Assistant]] = {"block": Block, "mtp": MTP, "assistant": Assistant}
-_DESCRIBED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
-
-PUBLISHED: dict[str, Block | Parallel | MTP | Assistant] = {
-    name: _KINDS[row["kind"]](**{key: value for key, value in row.items() if key not in ("kind", "source")})
-    for name, row in _DESCRIBED.items()
-} | {
-    # RedHatAI/Qwen3-8B-speculator.peagle, as the library speculators 0.9.0 writes it
-    "Qwen3-8B-speculator.peagle": Parallel("qwen3", parallel_checkpoints.make_peagle, "eagle3", num_drafts=7),
-    # amd/PARD-Llama-3.2-1B, config.json
-    "PARD-Llama-3.2-1B": Parallel("llama", _make_pard, "draft_model", num_drafts=8),
-    # amd/PARD-Qwen3-0.6B: the fields of Qwen/Qwen3-0.6B, and pard_token
-    "PARD-Qwen3-0.6B": Parallel("qwen3", _make_pard, "draft_model", num_drafts=12),
+PUBLISHED: dict[str, Block] = {
+    name: Block(**{key: value for key, value in row.items() if key != "source"})
+    for name, row in json.loads(Path(__file__).with_suffix(".json").read_text()).items()
 }

@@ -1,4 +1,4 @@
-"""Drafters with the configurations of published checkpoints: each loads from its own format, and changes no text."""
+"""Block drafters with configurations of published checkpoints: each loads from its own format, and changes no text."""
 
 import subprocess
 import sys
@@ -13,8 +13,8 @@ from tests.full_tests.block_drafters import BlockReference
 from tests.full_tests.engines import engine, first_tokens, generate
 from tests.full_tests.heads import greedy
 from tests.full_tests.prompts import random_prompts
-from tests.full_tests.published_drafters import MTP, PUBLISHED, Assistant, Block
-from tests.full_tests.speculation import accepted, accounts, speculating
+from tests.full_tests.published_drafters import PUBLISHED, Block
+from tests.full_tests.speculation import accounts, speculating
 from tests.full_tests.test_block_drafters import Recorder
 from tests.support.marks import quick_and_slow
 
@@ -43,10 +43,7 @@ def test_published_drafter_changes_no_text(name: str, tmp_path: Path, monkeypatc
         outputs = generate(llm, prompts, params)
         assert first_tokens(outputs) == plain
         assert max(drafted for account in accounts(outputs) for drafted in account.drafted) == drafter.num_drafts
-        if isinstance(drafter, (MTP, Assistant)):  # their layers mostly pass the token's embedding on
-            assert accepted(llm) > 0
-    if isinstance(drafter, Block):
-        check_logits(drafter, target, config, Recorder(monkeypatch))
+    check_logits(drafter, target, config, Recorder(monkeypatch))
 
 
 def run_apart(name: str) -> None:
