@@ -1,20 +1,18 @@
-"""Calibration with real engines: what an interrupted one measures, what two ranks measure, and all of it in one go."""
+"""Calibration with real engines: what an interrupted one measures, and what two ranks measure."""
 
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fp8_calibration import measure
-from fp8_calibration.folder import DRAFT, ROLES, TARGET, Folder, write_prompts
+from fp8_calibration.folder import ROLES, TARGET, Folder, write_prompts
 from fp8_calibration.scales import SCALE_METHODS, make_scales, unify
+from tests.support.processes import run
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import Record
 from vllm_gaudi_spec.tools.io.prompts import load_prompts
@@ -109,21 +107,12 @@ def test_measurement_with_other_settings_is_refused(
         measure.measure(folder, run)
 
 
-def script(name: str, *arguments: object) -> subprocess.Popen[str]:
+def run_step(name: str, *arguments: object) -> None:
     command = [sys.executable, str(ROOT / "calibration" / name), *map(str, arguments)]
-    if name.endswith(".sh"):
-        command[0] = "bash"
-    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=900)
-    assert process.returncode == 0, output
-    return output
+    done = run(command, env=environment, timeout=900)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.slow
@@ -134,11 +123,9 @@ def test_two_ranks_measure_the_same_scales_as_one(tmp_path: Path, looping_llama:
     for world in (1, 2):
         folder = prepared(tmp_path / str(world), 12)
         options = ["--draft", cousin, "--tensor-parallel-size", world, "--max-tokens", 4]
-        finish(
-            script("step_3_measure.py", looping_llama, "--out", folder.root, *options, "--engine", json.dumps(SMALL))
-        )
-        finish(script("step_4_postprocess.py", "--out", folder.root))
-        finish(script("step_5_unify_ranks.py", "--out", folder.root, "--world-size", 1))
+        run_step("step_3_measure.py", looping_llama, "--out", folder.root, *options, "--engine", json.dumps(SMALL))
+        run_step("step_4_postprocess.py", "--out", folder.root)
+        run_step("step_5_unify_ranks.py", "--out", folder.root, "--world-size", 1)
         ranks[world] = folder
     for name in ROLES:
         measured = files.read_world(ranks[2].role(name).measured)
@@ -149,38 +136,3 @@ def test_two_ranks_measure_the_same_scales_as_one(tmp_path: Path, looping_llama:
         for method in SCALE_METHODS:
             # Rounded to bfloat16, a difference in the last bits of float32 may become one of 2**-8.
             close(make_scales([two], method, "gaudi3")[0], make_scales([one], method, "gaudi3")[0], rtol=2**-7)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_calibration_of_the_demo_model_survives_a_kill(tmp_path: Path, demo_model: str) -> None:
-    """All steps; killed in the middle of measuring, and run again."""
-    folder = Folder(tmp_path / "out")
-    command = ["calibrate_model.sh", demo_model, "--out", folder.root, "--draft", ROOT / "demo" / "draft-same-vocab"]
-    killed = script(*command)
-    wait_for(lambda: folder.progress.exists() and json.loads(folder.progress.read_text())["done"] >= 8)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.communicate()
-    done = json.loads(folder.progress.read_text())
-    assert 8 <= done["done"] < done["of"]
-    output = finish(script(*command))
-    assert f"{done['done']} of {done['of']} prompts were measured before" in output
-
-    from neural_compressor.torch.algorithms.fp8_quant._core.common import load_file, load_scales
-
-    for name, layers in ((TARGET, 30), (DRAFT, None)):
-        role = folder.role(name)
-        measured = load_file(f"{files.stem(role.final, 0, 1)}.npz", np.ndarray, True)
-        linears = [module for module, node in measured.items() if "weight" in node.params]
-        assert layers is None or len([module for module in linears if module.endswith("qkv_proj")]) == layers
-        for method in SCALE_METHODS:
-            scales = load_scales(f"{files.stem(role.final, 0, 1, method)}.npz", np.ndarray)
-            assert scales.keys() == measured.keys()
-            assert json.loads(role.quant_config(method).read_text())["scale_method"] == method
-
-
-def wait_for(happened: Callable[[], bool], seconds: float = 600) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from transformers import (
     BertConfig,
-    DeepseekV3Config,
     GptOssConfig,
     LlamaConfig,
     Mamba2Config,
@@ -46,16 +45,9 @@ def qwen2_audio() -> PreTrainedConfig:
     return Qwen2AudioConfig(audio_config=audio.to_dict(), text_config=Qwen2Config(**common()).to_dict())
 
 
-def sparse_elsewhere() -> PreTrainedConfig:
-    """Selected keys, in a class of vLLM's other than those that were compared."""
-    experts = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1)
-    return DeepseekV3Config(**common(**experts, index_topk=64))
-
-
 # Architecture, its configuration, and words of the refusal. No weights: it comes before they are looked for.
 MODELS = [
     ("OlmoHybridForCausalLM", OlmoHybridConfig, "of a kind that is not supported yet (OlmoHybridForCausalLM)"),
-    ("DeepseekV2ForCausalLM", sparse_elsewhere, "selects keys by an indexer"),
     ("Step1ForCausalLM", lambda: LlamaConfig(**common()), "ALiBi"),
     ("PanguProMoEV2ForCausalLM", lambda: LlamaConfig(**common()), "keys of attention sinks"),
     ("GptOssForCausalLM", lambda: GptOssConfig(**common(num_local_experts=4), swiglu_limit=5.0), "swiglu_limit 5.0"),

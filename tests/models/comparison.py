@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.full_tests.equality import first_difference
 from tests.models.probe import CRASH, DOCTOR, DRAFTS, FAILS, MODEL_DRAFTS, PLAIN, REFUSED, RUNS, TIMEOUT, WITH_DRAFTS
 
 Result = dict[str, Any]
@@ -44,11 +45,6 @@ class Row:
     doctor: str = ""
     cause: str = ""
     faults: list[str] = field(default_factory=list)
-
-
-def first_difference(some: list[int], others: list[int]) -> int | None:
-    """Where two texts part; None if they are the same."""
-    return next((at for at in range(max(len(some), len(others))) if some[at : at + 1] != others[at : at + 1]), None)
 
 
 def equality(found: Result, reference: Result, tolerance: float) -> Equality:

@@ -17,12 +17,6 @@ from tests.full_tests.server import Server
 pytestmark = pytest.mark.slow
 
 
-def test_requests_fail_when_the_engine_of_two_ranks_is_killed(looping_llama: str, tmp_path: Path) -> None:
-    server = Server(looping_llama, tmp_path / "log.txt", *OPTIONS)
-    victim = processes(server, "EngineCore")[0]
-    check_death(server, lambda: os.kill(victim.pid, signal.SIGKILL), "engine core exited unexpectedly")
-
-
 @pytest.mark.parametrize("options", [DRAFTS, OPTIONS], ids=["one rank", "two ranks"])
 def test_requests_fail_when_a_step_has_no_memory(options: tuple[str, ...], looping_llama: str, tmp_path: Path) -> None:
     fault = Injected(

@@ -9,6 +9,7 @@ import torch
 from card_emulator import kernels, report
 from card_emulator.testing import graph, hpu
 from tests.support.processes import run_tests
+from vllm_gaudi_spec.devices.hpu.backend import make_backend
 from vllm_gaudi_spec.devices.hpu.fp8 import GaudiArithmetic
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic, to_e4m3
 
@@ -17,8 +18,6 @@ THIS_FILE = os.path.basename(__file__)
 
 def test_the_backend_is_never_to_blame(card: Any) -> None:
     """The report names the line that asked the backend for a copy, a wait or a capture."""
-    from vllm_gaudi_spec.devices.hpu.backend import make_backend
-
     backend = make_backend()
 
     def step() -> torch.Tensor:
@@ -48,8 +47,6 @@ def test_the_backend_is_never_to_blame(card: Any) -> None:
 def test_h01_h02_downloads_have_arrived_when_they_are_read(
     card: Any, pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_gaudi_spec.devices.hpu.backend import make_backend
-
     if not pinned:
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
     memory = make_backend().memory

@@ -1,11 +1,13 @@
 """doctor's look at the host of a Gaudi, over a root folder made for the test: no machine is looked at."""
 
+import inspect
 import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
 from vllm_gaudi_spec import versions
 from vllm_gaudi_spec.tools.doctor import machine
@@ -130,14 +132,8 @@ def test_s20_a_container_with_little_shared_memory(root: Path, monkeypatch: pyte
 
 def test_vllm_wants_as_much_for_a_queue() -> None:
     """What it would ask of /dev/shm, without asking."""
-    import inspect
-
-    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
-
-    from vllm_gaudi_spec.tools.doctor.machine import _QUEUE_MIB
-
     defaults = {name: one.default for name, one in inspect.signature(MessageQueue.__init__).parameters.items()}
-    assert defaults["max_chunk_bytes"] * defaults["max_chunks"] == _QUEUE_MIB << 20
+    assert defaults["max_chunk_bytes"] * defaults["max_chunks"] == machine._QUEUE_MIB << 20
 
 
 def test_the_driver_of_a_container_without_hl_smi(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from vllm.config import vllm as upstream_vllm
 from vllm.config.utils import replace
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, JinaRobertaModelConfig
+from vllm.transformers_utils.configs.step3p5 import Step3p5Config
 
 from tests.support.releases import only_0_32
 from tests.support.schedulers import drafter
@@ -209,8 +210,6 @@ def test_xlm_roberta_without_a_kind_of_positions() -> None:
 
 @only_0_32
 def test_step_config_keeps_the_kinds_of_mtp_layers() -> None:
-    from vllm.transformers_utils.configs.step3p5 import Step3p5Config
-
     upstream.apply()
     kinds = ["full_attention", *["sliding_attention"] * 5]
     sizes = dict(num_hidden_layers=3, num_nextn_predict_layers=2, layer_types=kinds)
@@ -221,8 +220,6 @@ def test_step_config_keeps_the_kinds_of_mtp_layers() -> None:
 @only_0_32
 def test_upstream_still_cuts_the_kinds_of_mtp_layers() -> None:
     """When this fails, `keep_layer_types_of_step_mtp` can go."""
-    from vllm.transformers_utils.configs.step3p5 import Step3p5Config
-
     upstream.apply()
     config = object.__new__(Step3p5Config)
     Step3p5Config.__init__.__wrapped__(config, num_hidden_layers=1, layer_types=["full_attention"] * 2)

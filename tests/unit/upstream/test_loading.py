@@ -10,7 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from vllm.config import LoadConfig
+from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
+from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from tests.support.processes import run_code
 from vllm_gaudi_spec import config, upstream
@@ -35,8 +38,6 @@ assert 0 < free < total
 
 
 def test_accelerator_calls_are_still_made_and_still_raise() -> None:
-    from vllm.model_executor.model_loader import base_loader
-
     assert "torch.accelerator.empty_cache" in inspect.getsource(base_loader)
     run_alone(_ON_A_CPU)
 
@@ -177,8 +178,6 @@ def test_kimi_linear_is_still_made_of_kernels() -> None:
 
 def test_olmo_hybrid_still_sets_the_allocator_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when its constructor calls nothing of Triton's: then the patch can go."""
-    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
-
     assert "set_triton_allocator" in inspect.getsource(olmo_gdn_linear_attn.OlmoHybridGatedDeltaNetAttention.__init__)
     original = inspect.unwrap(olmo_gdn_linear_attn.set_triton_allocator)
     with pytest.raises(AttributeError, match="set_allocator"):
@@ -210,9 +209,6 @@ def test_no_kernels_of_triton_are_looked_for() -> None:
 
 def test_olmo_hybrid_is_still_not_told_its_convolutions() -> None:
     """Fails when upstream's loader knows them: then the patch can go."""
-    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
-    from vllm.model_executor.models.utils import AutoWeightsLoader
-
     upstream.apply_to_models(["OlmoHybridForCausalLM"])
     patched = olmo_gdn_linear_attn._make_fused_conv1d_weight_loader
     layer = torch.nn.Module()

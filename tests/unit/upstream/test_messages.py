@@ -4,6 +4,9 @@ import inspect
 import logging
 
 import pytest
+from vllm.config import scheduler
+from vllm.v1.engine import core, utils
+from vllm.v1.executor import multiproc_executor
 
 from tests.support.processes import run_code
 from vllm_gaudi_spec import environment, upstream
@@ -54,8 +57,6 @@ def test_our_log_lines_reach_vllms_handlers() -> None:
 
 def test_vllm_warns_of_schedulers_that_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when upstream words it otherwise, or no longer warns: then `quiet_our_scheduler` can go."""
-    from vllm.config import scheduler
-
     assert '"Using custom scheduler class %s.' in inspect.getsource(scheduler)
     upstream.apply()
     # Where records go from this logger, and how often, depends on whether this process has configured an engine before.
@@ -68,8 +69,6 @@ def test_vllm_warns_of_schedulers_that_are_not_ours(monkeypatch: pytest.MonkeyPa
 
 def test_a_failed_start_raises_the_first_error_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that logged none leaves the front end's own."""
-    from vllm.v1.engine import core
-
     upstream.name_the_cause_of_a_failed_start()
     monkeypatch.setattr(messages, "_failure_file", None)
     monkeypatch.setenv(environment._START_FAILURE, "")
@@ -96,9 +95,6 @@ def test_a_failed_start_raises_the_first_error_of_its_engine(monkeypatch: pytest
 
 def test_upstreams_front_end_still_does_not_name_the_cause() -> None:
     """Fails when it does, or when an engine logs its failure otherwise; then review the patch."""
-    from vllm.v1.engine import core, utils
-    from vllm.v1.executor import multiproc_executor
-
     assert "See root cause above" in inspect.getsource(inspect.unwrap(utils.wait_for_engine_startup))
     for module in (core, multiproc_executor):
         assert 'failed to start.")' in inspect.getsource(module)
