@@ -40,15 +40,10 @@ SECONDS_PER_FILE = 3600
 class Device:
     name: str
     kind: str
-    article: str
     card: str
     """What VGS_DEVICE calls it."""
     emulated: str
     is_available: Callable[[], bool]
-
-    @property
-    def a_card(self) -> str:
-        return f"{self.article} {self.kind}"
 
     @property
     def out(self) -> Path:
@@ -61,7 +56,6 @@ DEVICES = {
         Device(
             name="gaudi",
             kind="Gaudi",
-            article="a",
             card="hpu",
             emulated="hpu-emulated",
             is_available=lambda: device_table.has_card("hpu"),
@@ -69,7 +63,6 @@ DEVICES = {
         Device(
             name="ascend",
             kind="Ascend NPU",
-            article="an",
             card="ascend",
             emulated="ascend-emulated",
             is_available=lambda: device_table.has_card("ascend"),
@@ -182,9 +175,9 @@ def agrees(rows: Sequence[Row]) -> bool:
 
 def markdown(report: dict[str, Any]) -> str:
     """For the device's page in docs/."""
-    lines = [f"## Verified on {report['a_card']}", ""]
+    lines = [f"## Verified on one {report['kind']}", ""]
     if report["rehearsal"]:
-        lines = [f"## Rehearsal on the emulated card: says nothing about {report['a_card']}", ""]
+        lines = [f"## Rehearsal on the emulated card: says nothing about any {report['kind']}", ""]
     for command, findings in (("doctor", "findings"), ("selftest", "checks")):
         found = report[command]
         lines += [found, ""] if isinstance(found, str) else table(found[findings])
@@ -346,7 +339,7 @@ def main() -> int:
     good = not any(test["result"].startswith("FAILED") for test in tests) and all(check["good"] for check in checks)
     good = good and isinstance(self_test, dict) and self_test["passed"]
     report = {
-        "a_card": device.a_card,
+        "kind": device.kind,
         "rehearsal": options.rehearse,
         "doctor": doctor,
         "selftest": self_test,
