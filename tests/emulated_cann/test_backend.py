@@ -1,7 +1,5 @@
 """The Ascend backend over the emulated CANN."""
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as processes
 
 from tests.support.attention_layers import layer
 
@@ -127,44 +124,3 @@ def test_groups_are_left_before_torch_npu_takes_them_away(tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.split()[-2:] == ["worker", "vLLM"]
     assert "Error" not in done.stderr
-
-
-def _rank(rank: int, size: int, folder: str) -> None:
-    from vllm_gaudi_spec.devices.ascend import device  # noqa: F401  (which brings torch.npu)
-
-    torch.npu.set_device(rank)
-    torch.distributed.init_process_group("hccl", rank=rank, world_size=size, init_method=f"file://{folder}/store")
-    (Path(folder) / str(rank)).write_text(json.dumps(groups_of_a_worker(rank, size)))
-    os._exit(0)  # without what torch_npu does at the end, which waits for a card that may have failed
-
-
-def groups_of_a_worker(rank: int, size: int) -> list[str]:
-    """Run what a worker runs at start-up: vLLM's groups, their first collectives, and the self-test's in graphs."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
-
-    from vllm_gaudi_spec.device_table import load_backend
-    from vllm_gaudi_spec.devices.common.group_check import check_groups
-    from vllm_gaudi_spec.self_test.ranks import check_collectives
-    from vllm_gaudi_spec.self_test.subject import Subject
-
-    backend = load_backend()
-    with set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(size, rank, "env://", rank, "hccl")
-        parallel_state.initialize_model_parallel(size)
-        check_groups(backend.memory)
-        group, waits = parallel_state.get_tp_group(), backend.memory.num_host_syncs
-        found = [check_collectives(Subject(backend=backend, dtype=torch.bfloat16, group=group, seconds=1.0))]
-        sent = backend.memory.upload(torch.full((4, 64), float(rank)))
-        communicator = group.device_communicator
-        broadcast = backend.graphs.graph(lambda x: communicator.broadcast(x.clone()))
-        found.append(str(backend.memory.download(broadcast(sent)).unique().tolist()))
-        found.append(str(backend.memory.num_host_syncs - waits))
-    return found
-
-
-@pytest.mark.slow  # a worker's start, which engines with several ranks have too
-def test_groups_of_a_worker(tmp_path: Path) -> None:
-    processes.spawn(_rank, args=(2, str(tmp_path)), nprocs=2)
-    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
-    assert found == [["all_reduce and all_gather of 2 ranks", "[0.0]", "3"]] * 2
