@@ -1,12 +1,12 @@
-"""An emulated card on a CPU machine: its tensors, as strict as the device, with everything costly counted.
+"""An emulated card on a CPU machine, with tensors as strict as the device's and counters for everything costly.
 
     import card_emulator
     card_emulator.install(generation="gaudi2", lazy=True)
 
 From then on the process has `torch.hpu`, tensors on `torch.device("hpu")` and a `habana_frameworks` package. A process
-has one card. What only a Gaudi has stands in `gaudi/`. An Ascend NPU is emulated below the software of its vendor and
-has nothing of this but the report: `ascend/`. `card-emulator run` does the same to programs that know nothing of it:
-`door.py`.
+has one card. `gaudi/` has the parts that only a Gaudi has. An Ascend NPU is emulated below its vendor's software and
+shares only the report: `ascend/`. `card-emulator run` does the same to programs that know nothing of
+it: `door.py`.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def install(generation: str = "gaudi2", lazy: bool = True) -> None:
 
 
 def install_npu(torch_npu: Path, cache: Path) -> None:
-    """Change torch in this process so that it has an Ascend NPU. A second call does nothing. `torch_npu`: a folder with
-    Huawei's own, which then runs over an emulated CANN that is compiled into `cache`."""
+    """Change torch in this process so that it has an Ascend NPU. A second call does nothing. `torch_npu` is a folder
+    with Huawei's package, which then runs over an emulated CANN that is compiled into `cache`."""
     from card_emulator.card import DEVICE
 
     global _under_torch_npu
@@ -120,8 +120,8 @@ def device() -> Device:
 
 
 def tag_kv(tensor: torch.Tensor) -> torch.Tensor:
-    """Count what is read from this tensor's memory, through any view of it, as KV bytes. Below torch_npu nothing is
-    known of tensors."""
+    """Count what is read from this tensor's memory, through any view of it, as KV bytes. The emulated CANN below
+    torch_npu knows nothing about tensors."""
     if _under_torch_npu is not None:
         return tensor
     from card_emulator.tensor import DeviceTensor

@@ -21,7 +21,7 @@ GIB = 1 << 30
 
 
 class DeviceRefusal(RuntimeError):
-    """The real device would fail, or silently compute something else."""
+    """Raised where the real device would fail or silently compute something else."""
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,22 @@ class Model:
     memory: int
     """Bytes that the allocator offers."""
     out_of_memory: str
-    """The words of its software, for `nbytes` or `mib`."""
+    """The vendor's message when memory runs out, with `nbytes` or `mib` as fields."""
     e4m3_max: float
     """Values above it do not exist in float8_e4m3 on the card; torch's own type goes to 448."""
     lacks_dtypes: frozenset[torch.dtype]
     lacks: Callable[[str, str], bool]
-    """Whether it has no kernel for an operation, by the names of its packet and of its overload."""
+    """Whether the card has no kernel for an operation, given the names of its packet and its overload."""
     check_reach: Callable[[str, torch.Tensor], None]
-    """Refuses an operand that is too large for an operation's engine, by the name of the operation's packet."""
+    """Refuses an operand that is too large for the engine of an operation, given the name of its packet."""
     negative_index: str
-    """Why an index below zero is refused."""
+    """The reason why a negative index is refused."""
     counts_from_the_end: bool
-    """Whether index -1 is the last row, and so on; it is counted."""
+    """Whether negative indices count from the end; each use is counted."""
     downloads_late: bool
-    """Whether an event does not cover a download into memory that is not pinned."""
+    """Whether events do not wait for downloads into memory that is not pinned."""
     queue: Callable[[Device], Queue]
-    """Makes the queue that takes operations outside graphs."""
+    """Creates the queue for operations outside graphs."""
 
 
 class Recording(Protocol):
@@ -74,7 +74,7 @@ class Recording(Protocol):
 
 @dataclass
 class GraphRecord:
-    """A captured graph as the report shows it."""
+    """A captured graph, as shown in the report."""
 
     name: str
     key: str
@@ -82,7 +82,7 @@ class GraphRecord:
     ops: int
     nbytes: int
     recipes: int = 1
-    """Number of recipes that the graph's operations are compiled to. Equal recipes are compiled once."""
+    """The number of recipes that the graph's operations compile to. Equal recipes are compiled once."""
     replays: int = 0
 
 
@@ -110,7 +110,7 @@ class Device:
         self.in_use = 0
         self.peak = 0
         self.acquire: Callable[[], None] | None = None
-        """Makes the card this process's own, or raises."""
+        """Claims the card for this process, or raises an error."""
 
     def configure(self, model: Model, lazy: bool) -> None:
         self.model = model
@@ -123,7 +123,7 @@ class Device:
         return self.model.name
 
     def reset(self) -> None:
-        """Settings and counters as after installation. Tensors and captured graphs stay alive."""
+        """Reset settings and counters to their values after installation. Tensors and captured graphs stay alive."""
         self.counters = Counters()
         self.queue = self.model.queue(self)
         self._recording = threading.local()
@@ -143,13 +143,14 @@ class Device:
         self.communicators: set[str] = set()
         """Process groups that had a collective outside of graphs."""
         self.late: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Downloads into memory that is not pinned, and what arrives there once the whole card was waited for."""
+        """Downloads into memory that is not pinned, with the values that arrive once the program has waited for the
+        whole card."""
         self.strict = False
         self.sealed = False
         self.graph_reserve: int | None = None
         self.allow_fallbacks = True
         self.compile_only = False
-        """Whether graphs are made and nothing is computed."""
+        """Whether graphs are recorded without computing anything."""
         self.bridge_flags: dict[str, Any] = {}
         self.concatenations: dict[Hashable, tuple[bool, str]] = {}
         """Concatenations outside regions in compiled mode: maps the key of a recipe to whether the first one was along
@@ -160,7 +161,7 @@ class Device:
 
     @property
     def capture(self) -> Recording | None:
-        """The calling thread's capture. Other threads may wait for results meanwhile."""
+        """The calling thread's capture. Other threads may wait for results in the meantime."""
         return getattr(self._recording, "capture", None)
 
     @capture.setter
@@ -168,13 +169,13 @@ class Device:
         self._recording.capture = capture
 
     def choose(self, index: int) -> None:
-        """Choose the card that the process uses, once and for all."""
+        """Choose the card of this process, for good."""
         if index != self.where.index and (self.pid or not 0 <= index < self.model.count):
             raise RuntimeError(f"a process has one device, {self.where}; {self.where.type}:{index} was asked for")
         self.where = torch.device(self.where.type, index)
 
     def opened(self) -> None:
-        """First use: from here on a fork is fatal."""
+        """Open the card at its first use; a fork is fatal from here on."""
         if not self.pid:
             if self.acquire is not None and self.hostile:
                 self.acquire()
@@ -226,13 +227,14 @@ class Device:
         )
 
     def mem_get_info(self) -> tuple[int, int]:
-        """(free, total) as the allocator sees it."""
+        """Return the free and the total memory, as the allocator reports them."""
         return self.memory_limit - self.in_use - self.graph_bytes, self.memory_limit
 
     # -- steps --
 
     def mark_step(self) -> None:
-        """The explicit marker: compiles and launches what is pending. Does nothing outside lazy mode."""
+        """Compile and launch the pending operations, as the bridge's `mark_step` does. This is a no-op outside lazy
+        mode."""
         if not self.lazy:
             return
         if self.capture is not None:
@@ -242,17 +244,17 @@ class Device:
             self.queue.flush("mark_step")
 
     def implicit_marker(self, cause: str) -> None:
-        """Something needs a value: the pending graph is cut here."""
+        """Cut the pending graph because something needs a value."""
         if self.lazy and self.capture is None and self.queue.flush(cause):
             self.counters.step.implicit_markers += 1
             self.counters.event("implicit marker", cause)
 
     def next_step(self) -> Tally:
-        """Close a step for reporting; counts from here on belong to the next one."""
+        """Close a step for reporting; later counts belong to the next one."""
         return self.counters.next_step()
 
     def seal(self) -> None:
-        """Warm-up is over: every new compile from here on is a defect."""
+        """Mark the end of warm-up, after which every compilation is a defect."""
         self.mark_step()
         self.sealed = True
 
@@ -273,7 +275,7 @@ class Device:
     # -- refusals and counted costs --
 
     def host_read(self, what: str, nbytes: int = 0) -> None:
-        """A value goes to the host: cuts the pending graph."""
+        """Cut the pending graph because a value goes to the host."""
         self.refuse_in_capture(f"{what} reads a value on the host")
         step = self.counters.step
         step.host_reads += 1
@@ -282,7 +284,7 @@ class Device:
         self.implicit_marker(what)
 
     def dynamic(self, what: str) -> None:
-        """The size of a result depends on values: it is read back on the host."""
+        """Count a readback, since the size of a result depends on values."""
         self.refuse_in_capture(f"{what} has a data-dependent shape")
         if self.compile_only:
             raise DeviceRefusal(f"{what} needs values, and compile-only mode computes none")
@@ -291,7 +293,7 @@ class Device:
         self.host_read(what)
 
     def fallback(self, what: str) -> None:
-        """No kernel on the device: the operation runs on the host."""
+        """Count an operation that runs on the host because the device has no kernel."""
         self.refuse_in_capture(f"{what} falls back to the CPU")
         if not self.allow_fallbacks:
             raise DeviceRefusal(f"{what} has no kernel on the device, and CPU fallbacks are forbidden")
@@ -304,7 +306,7 @@ class Device:
             raise DeviceRefusal(f"during {self.capture.what}: {what}, at {here()}")
 
     def after_fork(self) -> None:
-        """Block the card in a forked child: a real one hangs if the process opened it before the fork."""
+        """Block the card in a forked child, since a real one hangs if the process opened it before the fork."""
         if self.installed and self.pid and self.pid != os.getpid():
             self.blocked = "the device was opened before this process was forked; start workers with spawn"
 

@@ -1,4 +1,4 @@
-"""The collective backend `hccl` of a Gaudi: gloo, on the values of the device tensors."""
+"""The collective backend `hccl` of a Gaudi, implemented by gloo on the values of device tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _collective(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A collective on device tensors: cuts the pending graph, and is refused inside a captured one unless allowed."""
+    """Run a collective on device tensors, which cuts the pending graph and is refused in a captured one unless
+    allowed."""
     device = DEVICE
     name = f"c10d.{info.packet}"
     if device.blocked is not None:
@@ -42,8 +43,8 @@ _REDUCTIONS = ("allreduce_", "reduce_", "reduce_scatter_", "_reduce_scatter_base
 
 
 def _check_on_a_gaudi(info: OpInfo, name: str, args: Sequence[Any]) -> None:
-    """HCCL moves words of two or four bytes, and sums float32 and bfloat16 alone: other sums go through float32 (bridge
-    1.19, hccl_kernels.cpp and process_group_lazy_hccl.cpp). A communicator is made by its first collective."""
+    """HCCL moves words of two or four bytes and sums only float32 and bfloat16; other sums go through float32 (bridge
+    1.19, hccl_kernels.cpp and process_group_lazy_hccl.cpp). Create a communicator at its first collective."""
     tensors = list(_tensors(args))
     for tensor in tensors:
         if tensor.element_size() == 1 and tensor.numel() % 2:
@@ -75,7 +76,7 @@ def _group_name(args: Sequence[Any]) -> str:
 
 
 def _issue_and_wait(info: OpInfo, args: Sequence[Any]) -> None:
-    """Run a collective of a replay, where nobody else waits for it."""
+    """Run a collective during a replay, where nothing else waits for it."""
     out = info.func(*args)
     (out[-1] if isinstance(out, (tuple, list)) else out).wait()
 

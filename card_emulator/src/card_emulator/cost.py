@@ -16,11 +16,11 @@ from card_emulator.names import GAUDI2, GAUDI3
 @dataclass(frozen=True, kw_only=True)
 class Card:
     memory_bandwidth: float
-    """Bytes a second that the graph compiler plans with: 0.85 of the peak."""
+    """Bytes per second that the graph compiler plans with, which is 0.85 of the peak."""
     matrix_flops: float
-    """Operations a second of the matrix engines in bfloat16, dense, as published."""
+    """Published operations per second of the matrix engines, for dense bfloat16."""
     host_bandwidth: float
-    """Bytes a second and direction."""
+    """Bytes per second in each direction."""
 
 
 CARDS = {
@@ -34,7 +34,8 @@ CARDS = {
 MATRIX_SHARE = 0.797 * 4096 / (4096 + 1710)
 """The share for hidden states of size 4,096. It falls with the width, since narrower matrices have more edges."""
 SHARPNESS = 3
-"""Memory and arithmetic overlap: their times are added as a norm of this degree, which is nearly the larger one."""
+"""Memory and arithmetic overlap, so their times are combined by a norm of this degree, which is close to the larger
+one."""
 # Starting a recipe or graph, and waiting for one from Python. Unverified: the order of magnitude of any PCIe card.
 LAUNCH_SECONDS = 20e-6
 HOST_WAIT_SECONDS = 50e-6
@@ -52,7 +53,7 @@ def card_named(name: str) -> Card:
 
 
 def step_seconds(counters: Tally, card_name: str) -> float:
-    """Return an estimate of one step's time, compilation left out.
+    """Return an estimate of one step's time, without compilation.
 
     `counters` is one step's tally, or a mean of several.
     """

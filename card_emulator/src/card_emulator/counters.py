@@ -14,10 +14,10 @@ _KEPT_STEPS = 4096
 
 @dataclass(slots=True)
 class Tally:
-    """Plain amounts. Bytes, floating point operations and elements are what a perfect kernel would need."""
+    """Plain amounts. Bytes, floating-point operations and elements are those that a perfect kernel would need."""
 
     ops: int = 0
-    """Nodes run, outside and inside graphs; views are none."""
+    """Nodes that ran outside and inside graphs, not counting views."""
     stray_ops: int = 0
     """Operations outside graphs."""
     lazy_compiles: int = 0
@@ -25,7 +25,7 @@ class Tally:
     graph_captures: int = 0
     graph_replays: int = 0
     launches: int = 0
-    """Recipes started: pending graphs flushed, and graph replays."""
+    """Launched recipes: flushed pending graphs and graph replays."""
     mark_steps: int = 0
     implicit_markers: int = 0
     """Pending graphs cut by something other than mark_step."""
@@ -45,9 +45,9 @@ class Tally:
     float64_ops: int = 0
     collectives: int = 0
     garbage_reads: int = 0
-    """Values used that compile-only mode never computed."""
+    """Uses of values that compile-only mode never computed."""
     negative_indices: int = 0
-    """Operations that were given one and counted it from the end."""
+    """Operations that got a negative index and counted it from the end."""
     late_compiles: int = 0
     """Compiles after the device was sealed."""
 

@@ -1,7 +1,7 @@
-"""Bring an emulated card into unmodified programs: torch loads it when it is imported.
+"""Add an emulated card to unmodified programs, in which torch loads it while it is imported.
 
 A door is a folder for PYTHONPATH with a distribution whose entry point `torch.backends` installs the card, as the
-vendor's own does on a machine with one. The environment reaches every child process, and so does the card. The folder
+vendor's own does on a machine with one. Child processes inherit the environment, and with it the card. The folder
 also leads to this package, so that the program may run in another Python environment than this one.
 """
 
@@ -65,8 +65,8 @@ def variables(
     """Return the environment variables that give a process, and its children, the card behind `door`.
 
     Args:
-        lazy: Lazy or compiled mode of a Gaudi. None keeps what PT_HPU_LAZY_MODE says, and is lazy where it is not set.
-        kind: Whether the card takes what is only known to fail on some cards or releases.
+        lazy: Lazy or compiled mode of a Gaudi. None follows PT_HPU_LAZY_MODE, and means lazy mode if that is not set.
+        kind: Whether the card accepts what is known to fail only on some cards or releases.
         torch_npu: The folder with Huawei's torch_npu. None looks for it in the environment of the program.
     """
     found = {

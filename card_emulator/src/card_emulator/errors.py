@@ -2,4 +2,4 @@
 
 
 class SetupError(RuntimeError):
-    """A card cannot be emulated here. The message says why and what to do, in one line where possible."""
+    """Raised if a card cannot be emulated here. The message says why and what to do, in one line where possible."""

@@ -1,4 +1,4 @@
-"""Tensors made on the device from nothing: kernels for its dispatch key, which torch leaves empty."""
+"""Kernels that create tensors on the device, for its dispatch key, which torch leaves empty."""
 
 from __future__ import annotations
 

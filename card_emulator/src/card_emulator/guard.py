@@ -71,7 +71,7 @@ def _patched_to(original: Any) -> Any:
 
 
 def _patched_constructor(original: Any) -> Any:
-    """Built on the host, then sent: the C++ constructor writes with Python dispatch off."""
+    """Build the tensor on the host and send it, since the C++ constructor writes with Python dispatch off."""
 
     def construct(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         if device is None:

@@ -1,5 +1,5 @@
-"""Operations that are more than their computation: copies to and from the host, casts that round as the card does, and
-indices that may be masks or stand on the host."""
+"""Operations that need more than their computation: copies to and from the host, casts that round as the card does, and
+indices that may be masks or in host memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def copy_(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _arrives_late(host: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """A Gaudi's copy into memory that is not pinned goes through a staging buffer, and a callback that no event covers
-    copies from there (bridge 1.19, device.cpp and lazy_kernels.cpp, copy_hpu_lazy_D2H). Until then it is garbage."""
+    copies from there (bridge 1.19, device.cpp and lazy_kernels.cpp, copy_hpu_lazy_D2H). Until then the memory contains
+    garbage."""
     if not DEVICE.model.downloads_late or not DEVICE.hostile:
         return host.copy_(values)
     DEVICE.late.append((host, values.clone()))
@@ -118,7 +119,7 @@ def _one_hot(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _indexed(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Indexing by tensors: masks have data-dependent shapes, and host indices are sent over."""
+    """Index by tensors, where masks have data-dependent shapes and indices on the host are copied to the card."""
     indices = []
     for index in args[1]:
         if isinstance(index, torch.Tensor):
@@ -138,7 +139,8 @@ def _never_pinned(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _reshape_in_place(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The card's tensors know their own geometry, as the host's do: no operation for it. In a capture nobody ran it."""
+    """Return the geometry without an operation, since the card's tensors know their own, as the host's do. Nobody has
+    run it in a capture."""
     target: DeviceTensor = args[0]
     DEVICE.refuse_in_capture(f"aten.{info.name} changes the geometry of a device tensor in place")
     rest = [item.inner if isinstance(item, DeviceTensor) else item for item in args[1:]]

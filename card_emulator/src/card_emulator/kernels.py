@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def checked(index: torch.Tensor, size: int, what: str) -> torch.Tensor:
-    """The index as the card takes it. Nothing is known to catch those out of range there."""
+    """The index as the card takes it. No check for indices out of range is known there."""
     if index.is_meta or index.numel() == 0:
         return index
     low, high = index.aminmax()
@@ -69,7 +69,8 @@ def _along(func: Any, what: str) -> Callable[..., torch.Tensor]:
 
 
 def _rows_of_bytes(name: str) -> Callable[..., torch.Tensor]:
-    """torch on a CPU copies no FP8 rows, and a card does: vllm-gaudi's FP8 cache is written so (extension/utils.py)."""
+    """torch cannot copy FP8 rows on a CPU, but a card can: vllm-gaudi writes its FP8 cache that way
+    (extension/utils.py)."""
     copy = _along(getattr(aten, name).default, name)
 
     def run(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -120,7 +121,7 @@ def to_e4m3(tensor: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def as_read(e4m3: torch.Tensor, limit: float) -> torch.Tensor:
-    """Bytes that stand for a number past the device's limit are none there."""
+    """Bytes that stand for a number beyond the device's limit are NaN there."""
     if not DEVICE.hostile or limit == torch.finfo(torch.float8_e4m3fn).max:
         return e4m3
     past = e4m3.float().abs() > limit

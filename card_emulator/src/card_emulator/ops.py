@@ -1,4 +1,4 @@
-"""The device's treatment of each operation: decided once per operation, looked up at every call."""
+"""How the device treats each operation, which is decided once per operation and looked up at every call."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ class OpInfo:
     maybe_view: bool
     same: bool
     fresh: bool
-    """Results are new memory always."""
+    """Results always have new memory."""
     decompose: bool
     special: bool
-    """Something of the below is set that has to be looked at before running."""
+    """Whether any of the fields below is set that has to be checked before running."""
     dynamic: bool
     reads: bool
     on_host: bool
@@ -111,10 +111,10 @@ class OpInfo:
     sorts: bool
     flops: Callable[[Sequence[Any], dict[str, Any], Any], int] | None
     handler: Callable[..., Any] | None = None
-    """Runs instead of the common path."""
+    """A function that runs instead of the common path."""
 
     def computes(self, new: Sequence[Any]) -> bool:
-        """False where all it made is a view."""
+        """Whether the operation counts as work; False if it only creates a view."""
         return not (self.view or (self.maybe_view and (not new or new[0].part)))
 
 

@@ -42,7 +42,8 @@ def _parameter_class(cls: type) -> Any:
 
 
 def _become(parameter: Any, value: torch.Tensor) -> None:
-    """`parameter` with the values of `value`, which lies elsewhere: another kind of tensor for torch."""
+    """Return `parameter` with the values of `value`, which is on another device and so another kind of tensor for
+    torch."""
     with torch.inference_mode(parameter.is_inference()), torch.no_grad():
         if isinstance(value, DeviceTensor):
             other = _on_the_card(type(parameter), value, parameter.requires_grad)

@@ -1,4 +1,5 @@
-"""Pinned host memory, which stock torch has beside CUDA only. Pinned is the memory, hence every view of it."""
+"""Pinned host memory, which stock torch supports only beside CUDA. Memory as a whole is pinned, and so is every view of
+it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ REPEATED = ("ops", "bytes_moved", "kv_bytes_read", "flops", "sorts", "sort_eleme
 
 
 def count_replay(work: Tally, record: GraphRecord) -> None:
-    """`work`: what the graph does each time."""
+    """`work` is what the graph does in each replay."""
     step = DEVICE.counters.step
     step.graph_replays += 1
     step.launches += 1
@@ -56,7 +56,7 @@ class Program:
         self.num_slots = 0
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        """All slots; those that died on the way are None."""
+        """All slots; those that are no longer needed are None."""
         slots: list[Any] = [None] * self.num_slots
         slots[: len(inputs)] = inputs
         number = 0
@@ -83,7 +83,7 @@ class Program:
 
 
 class Capture:
-    """Open while a graph is recorded. Tensors that it neither receives nor makes are kept by reference."""
+    """The graph that is being recorded. Tensors that it neither receives nor makes are kept by reference."""
 
     what = "graph capture"
     """Name of the activity in messages."""
@@ -131,7 +131,7 @@ class Capture:
         self._append(run, args, kwargs, outs[0] if single else outs, line)
 
     def record_kernel(self, run: Callable[..., Any], args: Sequence[Any]) -> None:
-        """A call that changes its first argument and returns it."""
+        """Record a call that changes its first argument and returns it."""
         self._append(run, args, {}, -1, caller())
 
     def _append(
@@ -176,21 +176,21 @@ class Capture:
         return slot
 
     def check_write(self, target: DeviceTensor, info: OpInfo, line: Line) -> None:
-        """Before an operation that changes a tensor in place is recorded."""
+        """Prepare to record an operation that changes a tensor in place."""
 
     def check_collective(self, name: str) -> None:
-        """Before a collective is recorded."""
+        """Prepare to record a collective."""
 
     def mark_step(self) -> None:
-        """An explicit marker while recording."""
+        """Handle an explicit marker while recording."""
 
     def makes(self, memory: Any) -> bool:
-        """Whether this memory was made while recording."""
+        """Whether this memory was allocated while recording."""
         return id(memory) in self._own_memory
 
     def read_inputs(self, outputs: set[int]) -> set[int]:
-        """Slots of inputs on which an output depends, or a change of memory: a lazy graph has nothing else. An input
-        that is returned as it is is not read."""
+        """Return the slots of inputs on which an output or a change of memory depends; a lazy graph has no others. An
+        input that is returned unchanged does not count as read."""
         needed = {slot for slot in outputs if slot >= self.num_inputs}
         for call in reversed(self.program.calls):
             outs = {call.outs} if isinstance(call.outs, int) else set(call.outs)
@@ -199,7 +199,7 @@ class Capture:
         return {slot for slot in needed if slot < self.num_inputs}
 
     def finish(self, kept_slots: set[int]) -> tuple[Program, int]:
-        """Note where each slot is read last, except `kept_slots`; and the largest sum of bytes alive at once."""
+        """Record where each slot except `kept_slots` is read last, and the most bytes that are alive at once."""
         last: dict[int, int] = {}
         for number, call in enumerate(self.program.calls):
             for slot in (call.outs,) if isinstance(call.outs, int) else call.outs:

@@ -18,7 +18,7 @@ class QueueDevice(Protocol):
 
 
 class QueuedTensor(Protocol):
-    """State that a queue keeps on a tensor."""
+    """The state that a queue keeps on a tensor."""
 
     epoch: int
     index: int
@@ -26,23 +26,23 @@ class QueuedTensor(Protocol):
 
 
 class Queue:
-    """The plain way: each operation is launched when it is issued, by a kernel that was there before."""
+    """The default queue, which launches each operation when it is issued, by a kernel that exists already."""
 
     keyed = False
-    """Whether `record` wants to know what an operation is made of."""
+    """Whether `record` needs the description of an operation."""
 
     def __init__(self, device: QueueDevice) -> None:
         self.device = device
         self.epoch = 1
 
     def enter(self, tensor: Any) -> Any:
-        """The part of an operation's key that stands for a tensor not seen since the last flush."""
+        """The part of an operation's key that describes a tensor not seen since the last flush."""
         raise NotImplementedError
 
     def record(
         self, key: list[Any], new: Sequence[QueuedTensor], written: Sequence[QueuedTensor], computes: bool
     ) -> None:
-        """`key` is the operation's name, its scalars, and what tensors it takes."""
+        """`key` has the operation's name, its scalars, and a description of its tensors."""
         self.device.counters.step.launches += computes
 
     def is_pending(self, tensor: QueuedTensor) -> bool:

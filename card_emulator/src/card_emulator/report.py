@@ -1,4 +1,4 @@
-"""The counters for people and for scripts."""
+"""Reports of the counters, for people and for scripts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def as_json(device: Device | Card) -> dict[str, Any]:
 
 
 def _estimate(generation: str, steps: list[Tally], num_recipes: int) -> dict[str, Any] | None:
-    """None for a card of which nothing is published that could be counted with."""
+    """None for a card without published figures to calculate with."""
     if generation not in cost.CARDS:
         return None
     return {

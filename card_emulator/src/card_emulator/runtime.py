@@ -62,7 +62,7 @@ class Event:
 
 
 class Streams:
-    """The stream on which work is issued."""
+    """Return the stream on which work is issued."""
 
     def __init__(self, kind: type[Stream]) -> None:
         self._default = kind()
@@ -90,7 +90,7 @@ class Streams:
 
 
 def synchronize(device: Any = None) -> None:
-    """A marker, and a wait for the device."""
+    """Issue a marker, and wait for the device."""
     name = f"torch.{DEVICE.where.type}.synchronize"
     DEVICE.refuse_in_capture(f"{name} waits for the device")
     DEVICE.counters.step.syncs += 1

@@ -29,8 +29,8 @@ _is_cause: dict[CodeType, bool] = {}
 def look_past(observers: tuple[str, ...], backends: tuple[str, ...]) -> None:
     """Do not name these files of a worker as the source of an event.
 
-    Each entry is the path of a file, or of a folder with a separator at its end. `observers` look at every operation
-    on its way to the card. `backends` copy, wait and launch on behalf of their callers, who are the cause then.
+    Each entry is the path of a file, or of a folder with a separator at its end. `observers` see every operation on its
+    way to the card. `backends` copy, wait and launch on behalf of their callers, which then count as the source.
     """
     global _SKIPPED, _PASSING_ON
     _SKIPPED = (*_SKIPPED, *observers)
@@ -45,7 +45,7 @@ def caller() -> Line:
 
 
 def _innermost(skipped: tuple[str, ...], verifications: dict[CodeType, bool]) -> Line:
-    """The innermost frame of another file. Cheap: the verification on a code object is kept."""
+    """Return the innermost frame of another file. This is cheap, since the result for a code object is cached."""
     frame = sys._getframe(2)
     while True:
         code = frame.f_code
@@ -58,7 +58,7 @@ def _innermost(skipped: tuple[str, ...], verifications: dict[CodeType, bool]) ->
 
 
 def own_caller(line: Line) -> str:
-    """`line` in words; where it lies in an installed package, also the nearest line that does not."""
+    """Return `line` as text and, if it is in an installed package, also the nearest line that is not."""
     text = describe(line)
     if "site-packages" not in line[0].co_filename:
         return text
@@ -82,5 +82,6 @@ def describe(line: Line) -> str:
 
 
 def here() -> str:
-    """Who caused what happens now: the innermost frame outside torch, this package and a worker's backends."""
+    """Return the source of the current event: the innermost frame outside torch, this package and a worker's
+    backends."""
     return own_caller(_innermost(_PASSING_ON, _is_cause))

@@ -21,13 +21,13 @@ _INT32 = torch.iinfo(torch.int32)
 
 class DeviceTensor(torch.Tensor):
     inner: torch.Tensor  # type: ignore[assignment]  # hides torch.inner
-    """The values; a meta tensor where compile-only mode made it."""
+    """The values, or a meta tensor if compile-only mode created it."""
     memory: Allocation
     # Class attributes are the defaults of most tensors, so that making one sets few.
     part = False
     """A view of another tensor."""
     ghost = False
-    """Made in compile-only mode: has no values."""
+    """Whether the tensor was created in compile-only mode and has no values."""
     twin: torch.Tensor | None = None
     """Stands in for `inner` in compile-only mode."""
     epoch = 0
@@ -88,7 +88,7 @@ class DeviceTensor(torch.Tensor):
         self.ghost, self.twin = value.ghost, None
 
     leave: Callable[[torch.Tensor], None]
-    """Makes a parameter one of the host."""
+    """Return a parameter on the host."""
 
     def data_ptr(self) -> int:
         return real(self).data_ptr()
@@ -145,7 +145,7 @@ def _from_host(host: torch.Tensor) -> DeviceTensor:
 
 
 def real(tensor: DeviceTensor) -> torch.Tensor:
-    """Its values. Those that compile-only mode never computed are garbage."""
+    """Its values. Values that compile-only mode never computed are garbage."""
     if tensor.ghost:
         DEVICE.counters.step.garbage_reads += 1
         DEVICE.counters.event("garbage read", "a tensor of compile-only mode")
@@ -156,7 +156,7 @@ def real(tensor: DeviceTensor) -> torch.Tensor:
 
 
 def garbage(values: torch.Tensor) -> torch.Tensor:
-    """Numbers that are no index and no token, and far from those of a model; zeros on a kind card."""
+    """Numbers that are neither an index nor a token and far from those of a model; zeros on a kind card."""
     if not DEVICE.hostile:
         return values.zero_()
     if values.dtype is torch.bool:
@@ -176,7 +176,7 @@ def _shape_only(tensor: DeviceTensor) -> torch.Tensor:
 
 
 class Operation(NamedTuple):
-    """One that was called while something is recorded."""
+    """An operation that was called while something is recorded."""
 
     info: OpInfo
     run: Callable[..., Any]
@@ -186,7 +186,7 @@ class Operation(NamedTuple):
     new: Sequence[DeviceTensor]
     """Results that are not arguments."""
     single: bool
-    """It returned its result, and no sequence of them."""
+    """Whether it returned a single result rather than a sequence."""
 
 
 def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[..., Any] | None = None) -> Any:
@@ -257,7 +257,7 @@ class Operands:
         self.key: list[Any] = [info.name]
 
     def unwrap_all(self, args: Sequence[Any]) -> list[Any]:
-        """Most of the time goes here: the two common kinds of argument are dealt with on the spot."""
+        """This takes most of the time, so the two common kinds of arguments are handled inline."""
         found: list[Any] = []
         graph, key = self.graph, self.key
         for arg in args:
@@ -371,15 +371,15 @@ def _before(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[s
 
 
 def refuse_values(what: str) -> None:
-    """Refuse to read a value while a graph is captured, or in compile-only mode, which computes none."""
+    """Refuse to read a value while a graph is captured, or in compile-only mode, which computes no values."""
     DEVICE.refuse_in_capture(f"{what} reads a value on the host")
     if DEVICE.compile_only:
         raise DeviceRefusal(f"{what} at {here()} reads a value, and compile-only mode computes none")
 
 
 def check_range(values: torch.Tensor, what: str) -> None:
-    """Refuse int64 values that 32 bits do not hold, for lazy mode. In compiled mode int64 has 64 bits (bridge 1.19 and
-    1.24, env_flags: PT_ENABLE_INT64_SUPPORT is on where PT_HPU_LAZY_MODE=0)."""
+    """Refuse int64 values that do not fit into 32 bits, for lazy mode. In compiled mode int64 has 64 bits (bridge 1.19
+    and 1.24, env_flags: PT_ENABLE_INT64_SUPPORT is on where PT_HPU_LAZY_MODE=0)."""
     if values.numel() == 0:
         return
     low, high = values.aminmax()
@@ -391,7 +391,7 @@ def check_range(values: torch.Tensor, what: str) -> None:
 
 
 def wide(tensor: DeviceTensor, what: str) -> None:
-    """A float64 result: has the precision of the card."""
+    """Round a float64 result to the precision of the card."""
     DEVICE.counters.step.float64_ops += 1
     DEVICE.counters.event("float64 computed as float32", what)
     kernels.through_float32(tensor.inner)
@@ -400,7 +400,7 @@ def wide(tensor: DeviceTensor, what: str) -> None:
 
 
 _WITHIN_REACH = (1 << 31) - 1
-"""Bytes of memory that every engine of a card reaches, whatever the layout."""
+"""Bytes of memory that every engine of a card can address, whatever the layout."""
 
 
 def _account(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], call: Operands, results: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Bytes of device memory that an operation has to read and write, on plain CPU (or meta) tensors."""
+"""Bytes of device memory that an operation has to read and write, computed from plain CPU (or meta) tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def distinct_elements(tensor: torch.Tensor) -> int:
-    """Elements in memory: those of an expanded tensor, or of overlapping windows, count once."""
+    """Return the number of elements in memory; those of an expanded tensor or of overlapping windows count once."""
     numel = tensor.numel()
     if numel == 0 or tensor.is_contiguous():
         return numel
@@ -26,20 +26,20 @@ def distinct_bytes(tensor: torch.Tensor) -> int:
 
 
 def read_bytes(packet: str, position: int, args: Sequence[Any], kwargs: dict[str, Any], operand: torch.Tensor) -> int:
-    """All of an operand, unless the operation is listed as reading a part."""
+    """Return the size of an operand, or of the part that the operation is listed as reading."""
     part = READS.get(packet)
     nbytes = part(position, args, kwargs) if part is not None else None
     return distinct_bytes(operand) if nbytes is None else nbytes
 
 
 def gathered_bytes(table: torch.Tensor, made: int) -> int:
-    """A gather reads what it returns, however large the table; dimensions that were expanded are read once."""
+    """A gather reads as much as it returns, however large the table is; expanded dimensions are read once."""
     numel = table.numel()
     return made * distinct_elements(table) // numel if numel else 0
 
 
 def changed_bytes(packet: str, overload: str, args: Sequence[Any], target: torch.Tensor) -> tuple[int, int]:
-    """(read, written) of the target of an operation that changes it in place."""
+    """Return the bytes read and written of the target of an operation that changes it in place."""
     elements = distinct_elements(target)
     read = packet not in _OVERWRITES and overload != "out" and not overload.endswith("_out")
     touched = TOUCHED.get(packet)
@@ -56,7 +56,7 @@ def _accumulates(packet: str, args: Sequence[Any]) -> bool:
 
 
 def _put(args: Sequence[Any]) -> int:
-    """Elements that index_put_ addresses; a mask may address them all."""
+    """Return the number of elements that index_put_ addresses; a mask may address all of them."""
     tensor, indices = args[0], args[1]
     index_tensors = [index for index in indices if index is not None]
     numel: int = tensor.numel()

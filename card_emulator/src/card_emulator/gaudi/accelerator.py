@@ -1,8 +1,9 @@
-"""`torch.accelerator` beside a Gaudi: torch sees the card, and torch's memory calls do not know its allocator.
+"""`torch.accelerator` beside a Gaudi: torch sees the card, but its memory calls do not know the card's allocator.
 
-The card registers itself when torch is imported, so the calls are in place whoever asks first. They raise what was seen
-on cards: vllm-gaudi, patches.py and platform.py; its pull requests 1383 (a Gaudi 3) and 1430. Known one by one are
-`empty_cache`, `empty_host_cache`, `get_memory_info` and `synchronize`; the others ask the same allocator.
+The card registers itself when torch is imported, so the calls are in place from the start. They raise the errors that
+were reported from cards: vllm-gaudi, patches.py and platform.py, and its pull requests 1383 (a Gaudi 3) and 1430.
+Reports exist for `empty_cache`, `empty_host_cache`, `get_memory_info` and `synchronize`; the other calls ask the same
+allocator.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """`hpu_backend`, the bridge's backend of torch.compile, for eager mode.
 
-The half above the compiler is torch's own here, as in the bridge (1.19, dynamo/compile_backend/backends.py):
-`aot_autograd` for inference, with mutations of inputs kept in the graph. What is played is the compiler: which
-operations it takes (shared_layer.py), what it is known to compute wrongly, and that a graph is compiled at its first
-run. Of the bridge's decompositions those are played that meet such rules, and of its passes the one that writes into
-caches.
+The part above the compiler is torch's own, as in the bridge (1.19, dynamo/compile_backend/backends.py): `aot_autograd`
+for inference, with mutations of inputs kept in the graph. Only the compiler is emulated: which operations it accepts
+(shared_layer.py), what it is known to compute wrongly, and that a graph is compiled at its first run. Of the bridge's
+decompositions, those that such rules concern are emulated, and of its passes, the one that writes into caches.
 """
 
 from __future__ import annotations
@@ -89,8 +88,8 @@ def _compile(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
 
 
 def _write_in_place(graph: fx.Graph) -> None:
-    """A copy of a whole tensor with some rows changed, written back over it, becomes a change of those rows, where
-    nothing else reads the tensor as it was (passes.py, pass_reinplace_index_copy_ops)."""
+    """If a tensor is copied with some rows changed and written back, and nothing else reads the old tensor, only those
+    rows are written (passes.py, pass_reinplace_index_copy_ops)."""
     for node in list(graph.nodes):
         if node.target is not aten.index_copy.default:
             continue
@@ -103,7 +102,7 @@ def _write_in_place(graph: fx.Graph) -> None:
 
 
 def _lay_out(node: fx.Node) -> None:
-    """Give an operation's result the memory layout of the trace, by which the graph's views are chosen.
+    """Give an operation's result the memory layout that it has in the trace, on which the graph's views depend.
 
     Torch traces elementwise operations on a Gaudi with contiguous results (_subclasses/fake_impls.py,
     is_noncontiguous_supported), while its CPU kernels keep the order of their operands' dimensions.
@@ -204,7 +203,7 @@ class _RegionCapture(Capture):
 
 
 class _Region:
-    """Compiled at its first run. What it returns is new each time."""
+    """A graph that is compiled at its first run. Each run returns new tensors."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._module = module

@@ -1,5 +1,5 @@
-"""Operations outside of regions in compiled mode: what the bridge compiled for one of them it uses for others, of other
-sizes, whose operands are alike in all that it asks for (v1.24.0, habana_eager/eager_exec.cpp, calculate_operator_key).
+"""Operations outside of regions in compiled mode. The bridge reuses what it compiled for one of them for operations of
+other sizes, if its key for them is equal (v1.24.0, habana_eager/eager_exec.cpp, calculate_operator_key).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _FLAG = "PT_HPU_ENABLE_EAGER_CACHE"
 
 
 def _concatenation(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """C35: the key lacks the dimension. Along the last one, which is the compiler's first, what is compiled knows no
-    other (HabanaAI/Intel_Gaudi3_Software, concatenate_node.cpp)."""
+    """C35: the key lacks the dimension. A recipe that was compiled for the last dimension, which is the compiler's
+    first, supports no other (HabanaAI/Intel_Gaudi3_Software, concatenate_node.cpp)."""
     if DEVICE.lazy or not DEVICE.hostile or DEVICE.capture is not None or DEVICE.bridge_flags.get(_FLAG):
         return
     tensors: Sequence[Any] = args[0]

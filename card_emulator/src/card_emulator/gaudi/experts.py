@@ -1,7 +1,8 @@
-"""`hpu::mixture_of_experts` as plain torch, by the bridge's registrations (v1.19, kernels_register.cpp) and by calls of
-vllm-gaudi (v0.26.0, extension/ops.py), whose tests of layers from real checkpoints agree with it.
+"""`hpu::mixture_of_experts` in plain torch, following the bridge's registrations (v1.19, kernels_register.cpp) and the
+calls in vllm-gaudi (v0.26.0, extension/ops.py), whose tests of layers from real checkpoints agree with it.
 
-Left out is what nobody's numbers show: the forms with biases and in MXFP4 (gpt-oss), and those that measure for FP8.
+Forms for which nobody has published numbers are left out: those with biases and in MXFP4 (gpt-oss), and those that
+measure for FP8.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def _mixed(
     x: torch.Tensor, table: torch.Tensor, router: torch.Tensor, experts_min: int, experts_max: int,
     expert: Callable[[torch.Tensor, int], torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
-    """Every token through every expert, times what the router gives it there: no shape depends on a value."""
+    """Send every token through every expert and multiply by the router's weight, so that no shape depends on a
+    value."""
     out = torch.zeros(x.shape, device=x.device)
     for index in range(experts_max - experts_min + 1):
         share = (router.float() * (table == index + experts_min)).sum(-1, keepdim=True)
@@ -51,12 +53,12 @@ def _mixed(
 
 
 def _turned(weight: torch.Tensor, permuted: bool) -> torch.Tensor:
-    """[in, out]; permuted ones lie as a linear layer has them."""
+    """[in, out]; if permuted, they have the layout of a linear layer."""
     return weight.t() if permuted else weight
 
 
 def _check(x: torch.Tensor, table: torch.Tensor, router: torch.Tensor) -> None:
-    """Others do not compile (vllm-gaudi v0.26.0, ops/hpu_fused_moe.py)."""
+    """Other sizes do not compile (vllm-gaudi v0.26.0, ops/hpu_fused_moe.py)."""
     if DEVICE.installed and DEVICE.hostile and (table.dtype != torch.int64 or router.dtype != x.dtype):
         raise DeviceRefusal(
             f"hpu::mixture_of_experts of {x.dtype} with ids in {table.dtype} and router weights in {router.dtype}; "
@@ -97,7 +99,7 @@ def fp8_fused_weights(
     w12_scale: Weights, w3_scale: Weights, permuted: bool, activation: str, experts_min: int, experts_max: int,
     inner_scale: Weights | None = None, chunk_size: int = 0, total_experts: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Results have the router's dtype. Without scales of their own, what lies between the two products stays wide."""
+    """Results have the router's dtype. Activations between the two products are not rounded unless they have scales."""
     act = _ACTIVATIONS[activation]
 
     def expert(x: torch.Tensor, index: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Habana's fused operations as plain torch: the argument lists of torch.ops.hpu, one operation each for the counters.
+"""Habana's fused operations in plain torch, with the arguments of torch.ops.hpu; each counts as one operation.
 
 The results follow the public sources and documentation of the bridge; rounding inside the real kernels differs.
 """
@@ -50,7 +50,7 @@ convert_from_uint4(Tensor input, Tensor scale, Tensor? zero_point, ScalarType ou
 
 
 def rms_norm(x: torch.Tensor, gamma: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(normalized, reciprocal of the root mean square)"""
+    """Return the normalized input and the reciprocal of the root mean square."""
     wide = x.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * inverse * gamma.float()).to(x.dtype), inverse
@@ -64,7 +64,7 @@ def rotary_pos_embedding(
     offset: int,
     mode: int,
 ) -> torch.Tensor:
-    """mode 0 rotates halves (neox), mode 1 neighbors; sin and cos have the full rotary width."""
+    """Mode 0 rotates halves (neox), and mode 1 neighbors; sin and cos have the full rotary width."""
     if position_ids is not None:
         sin, cos = (table[position_ids.long()].unsqueeze(1) for table in (sin, cos))
     elif offset:
@@ -92,8 +92,8 @@ def sdpa_fwd(
     window: Sequence[int],
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[B, H, S, D]; key and value heads are repeated where there are fewer of them. Like the kernel's, a causal mask
-    is aligned to the first key, and left out padding is only possible without a mask."""
+    """Shapes are [B, H, S, D]; key and value heads are repeated if there are fewer of them. As in the kernel, a causal
+    mask is aligned to the first key, and padding can be left out only without a mask."""
     if DEVICE.hostile:
         check_sdpa(q, mask, is_causal, softmax_mode, valid_seq_len, seq_padding_type)
         check_sinks(q, sink)
@@ -119,7 +119,7 @@ def hidden_keys(
     seq_padding_type: str,
     window: Sequence[int],
 ) -> torch.Tensor | None:
-    """Return the keys that a query does not see, apart from those of a mask; None if it sees all."""
+    """Return which keys a query does not see, not counting those of a mask; None if it sees all."""
     num_queries, num_keys = q.shape[-2], k.shape[-2]
     hidden = None
     if is_causal or max(window, default=-1) >= 0:
@@ -147,8 +147,8 @@ def _spelt_out(
     sinks: torch.Tensor | None,
     is_fast: bool,
 ) -> torch.Tensor:
-    """`is_fast`: with exponentials in bfloat16, by which some models write other text (vllm-gaudi, features.py,
-    fp32_softmax). `sinks`: a score of each head whose weight is left out of the product."""
+    """With `is_fast`, exponentials are in bfloat16, which changes the output of some models (vllm-gaudi, features.py,
+    fp32_softmax). `sinks` has one score per head, whose weight is left out of the product."""
     k, v = (part.repeat_interleave(q.shape[-3] // part.shape[-3], -3) for part in (k, v))
     scores = (q @ k.transpose(-1, -2)) * scale
     if bias is not None:
@@ -193,7 +193,8 @@ def check_sdpa(
 
 
 def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
-    """Refuse sinks other than those that vllm-gaudi passes: the layer's parameter as it is (extension/ops.py)."""
+    """Refuse sinks in any form but the one that vllm-gaudi passes, the layer's unchanged parameter
+    (extension/ops.py)."""
     if sinks is not None and (sinks.dtype != q.dtype or sinks.shape != q.shape[-3:-2]):
         raise DeviceRefusal(f"hpu::sdpa_fwd with sinks {list(sinks.shape)} in {sinks.dtype} for queries in {q.dtype}")
 
@@ -208,8 +209,9 @@ def block_softmax(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """attn [blocks, kv_heads, q_per_kv, tokens, block_size] -> exp(attn - maximum of the block), maxima, sums.
 
-    Maxima and sums are flat per block and padded to whole vectors; blocks of group -1 come out zero. Only what somebody
-    ran is taken: vllm-gaudi calls it with one query a row, and in bfloat16 (extension/features.py, ops.py)."""
+    Maxima and sums are flat per block and padded to whole vectors; blocks of group -1 come out zero. Only forms that
+    somebody has run are accepted: vllm-gaudi calls it with one query per row, in bfloat16 (extension/features.py,
+    ops.py)."""
     if DEVICE.hostile and (attn.dim() != 5 or attn.shape[3] != 1 or attn.dtype != torch.bfloat16):
         raise DeviceRefusal(
             f"hpu::block_softmax with {attn.shape[3] if attn.dim() == 5 else attn.dim()} queries in {attn.dtype}: "
@@ -235,7 +237,7 @@ def block_softmax_adjustment(
     batch_size: int,
     out_shape: Sequence[int],
 ) -> torch.Tensor:
-    """exp(maximum of the block - maximum of its group) / sum of its group, in `out_shape`."""
+    """Return exp(maximum of the block - maximum of its group) / sum of its group, in `out_shape`."""
     per_block = 1
     for size in out_shape[1:]:
         per_block *= size
@@ -261,7 +263,7 @@ def cast_to_fp8_v2(
     dtype: torch.dtype | None = None,
     scale_shape: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x * scale in fp8, largest magnitude of x or an empty tensor)"""
+    """Return x * scale in FP8, and the largest magnitude of x or an empty tensor."""
     if scale is None or scale.dtype is not torch.bfloat16:  # vllm-gaudi has such (extension/ops.py, dynamic_quant)
         check_fp8(scale)
     if DEVICE.hostile and x.dtype not in (torch.float32, torch.bfloat16, *_FP8):
@@ -297,9 +299,10 @@ def fp8_gemm_v2(
     accumulate: bool = False,
     B_scale_shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """The scales multiply the product. In float64, whose sums of such products are exact in any order: a row comes out
-    the same however many rows there are. To bfloat16 a sum is rounded before it is multiplied, and the scale too: so
-    vllm-gaudi's two files of layers with static scales have it, to the bit (v0.26.0, test_hpu_compressed_tensors)."""
+    """The scales multiply the product. The product is computed in float64, where sums of such products are exact in any
+    order, so a row does not depend on the number of rows. For bfloat16, the sum and the scale are rounded before they
+    are multiplied. This matches vllm-gaudi's two files of layers with static scales to the bit (v0.26.0,
+    test_hpu_compressed_tensors)."""
     check_fp8(A_scale_inv, B_scale_inv)
     left = A.double().transpose(-1, -2) if trans_A else A.double()
     right = B.double().transpose(-1, -2) if trans_B else B.double()
@@ -319,8 +322,8 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def check_fp8(*scales: torch.Tensor | None) -> None:
-    """vllm-gaudi, pull request 978, of fused attention: what is made under vLLM's loader has the model's dtype unless
-    it asks for one."""
+    """Tensors created under vLLM's loader have the model's dtype unless they ask for another one (vllm-gaudi, pull
+    request 978)."""
     for scale in scales:
         if DEVICE.hostile and scale is not None and scale.dtype is not torch.float32:
             raise DeviceRefusal(f"a scale of {scale.dtype} is a mismatch of types; the FP8 kernels take float32")
@@ -339,7 +342,7 @@ def convert_from_uint4(
     g_idx: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """int32 [K, N / 8], the lowest bits first -> [K, N]; scales and zero points by groups of rows, which g_idx names.
-    AWQ's, GPTQ's and compressed tensors' layers in vllm-gaudi's tests come out right by it."""
+    The AWQ, GPTQ and compressed-tensors layers in vllm-gaudi's tests come out right with it."""
     weight = _nibbles(packed)
     if g_idx is None:
         rows = torch.arange(weight.shape[0], device=packed.device) // (weight.shape[0] // scale.shape[0])
@@ -391,7 +394,7 @@ def _shaped(scale: torch.Tensor, shape: Sequence[int] | None) -> torch.Tensor:
 
 
 def define(schemas: str, kernels_by_name: dict[str, Any]) -> None:
-    """Operations of `torch.ops.hpu`; a line that begins with a space goes on with the one before."""
+    """Operations of `torch.ops.hpu`; a line that begins with a space continues the previous one."""
     global _library
     _library = _library or Library("hpu", "DEF")
     for schema in schemas.replace("\n ", " ").strip().splitlines():

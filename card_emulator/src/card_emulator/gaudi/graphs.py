@@ -1,4 +1,4 @@
-"""HPU graphs: a module's forward recorded once for each geometry of its inputs, replayed afterwards."""
+"""HPU graphs: a module's forward pass is recorded once for each geometry of its inputs, and replayed afterwards."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from card_emulator.tensor import DeviceTensor, real
 
 
 class GraphCapture(Capture):
-    """Between two markers is a recipe: operations, scalars, and the geometry of tensors. The layers of a model are one
-    where each ends with a marker (lesson L12)."""
+    """A recipe is the part between two markers: operations, scalars, and the geometry of tensors. If each layer of a
+    model ends with a marker, equal layers are one recipe."""
 
     what = "HPU graph capture"
 
@@ -31,7 +31,7 @@ class GraphCapture(Capture):
     def _begin_recipe(self) -> None:
         self._recipe = 0
         self._numbers: dict[tuple[str, int], int] = {}
-        """Numbers of the tensors in it, in their order."""
+        """The numbers of the tensors in it, in order."""
 
     def _append(
         self, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], outs: int | list[int], line: Line
@@ -90,7 +90,7 @@ class Form(NamedTuple):
     offset: int
     dtype: torch.dtype
     number: int
-    """The tensor's number. A tensor that is passed twice has one number."""
+    """The tensor's number. A tensor that is passed twice has a single number."""
 
 
 class Inputs:
@@ -126,7 +126,7 @@ class Inputs:
 
 
 def _difference(wiring: Any, now: Any) -> str:
-    """The first argument that differs, and what of it."""
+    """Return the first argument that differs, and how it differs."""
     (_, *unnamed), (_, *named) = wiring
     (_, *unnamed_now), (_, *named_now) = now
     pairs = [(f"argument {number}", *pair) for number, pair in enumerate(zip(unnamed, unnamed_now, strict=False))]
@@ -139,7 +139,7 @@ def _difference(wiring: Any, now: Any) -> str:
 
 
 def _first_different(before: Any, now: Any) -> tuple[Any, Any]:
-    """Parts of two wirings, which differ."""
+    """The parts in which two wirings differ."""
     if isinstance(before, tuple) and isinstance(now, tuple) and len(before) == len(now):
         for part, other in zip(before, now, strict=True):
             if part != other:
@@ -148,7 +148,7 @@ def _first_different(before: Any, now: Any) -> tuple[Any, Any]:
 
 
 def input_hash(value: Any) -> int:
-    """Tensors inside of other objects are no inputs: such an object counts by its own hash, often its identity."""
+    """Tensors inside other objects are not inputs; such an object is identified by its own hash, often its identity."""
     if isinstance(value, dict):
         return input_hash(tuple(value.items()))
     if isinstance(value, (list, tuple)):
@@ -181,7 +181,7 @@ def _field_names(kind: Any) -> tuple[str, ...]:
 
 
 def _map(value: Any, convert: Callable[[DeviceTensor], Any]) -> Any:
-    """The same structure with its device tensors replaced."""
+    """Return the same structure with its device tensors replaced."""
     if isinstance(value, DeviceTensor):
         return convert(value)
     if isinstance(value, tuple):
@@ -216,7 +216,7 @@ class CapturedGraph:
         self.outputs = outputs
         self.wiring = wiring
         self.unread: list[tuple[int, DeviceTensor]] = []
-        """Inputs that the capture did not read, with their indices: later calls copy theirs into these."""
+        """Inputs that the capture did not read, with their indices; later calls copy their own inputs into these."""
         self.read = capture.read_inputs({tensor.slot for tensor in _tensors(outputs) if capture.owns(tensor)})
         self._dtypes = capture.input_dtypes
         self._program = program
@@ -265,7 +265,7 @@ class CapturedGraph:
         DEVICE.graphs_held -= 1
 
     def _current(self, tensor: DeviceTensor, inputs: Sequence[DeviceTensor]) -> DeviceTensor:
-        """An output that is an input: the one of this call."""
+        """Return the input of this call for an output that is an input."""
         slot = self._passed_on.get(id(tensor))
         return tensor if slot is None else inputs[slot]
 
@@ -273,7 +273,7 @@ class CapturedGraph:
 def capture_call(
     name: str, wiring: Any, forward: Callable[..., Any], args: Any, kwargs: Any, inputs: Sequence[DeviceTensor]
 ) -> CapturedGraph:
-    """Run `forward` once while recording it. Its effects happen, except in compile-only mode."""
+    """Run `forward` once while recording it. Its side effects happen, except in compile-only mode."""
     device = DEVICE
     device.queue.flush("graph capture")
     capture = GraphCapture(name)
@@ -331,7 +331,7 @@ def _check_outputs(outputs: Any) -> None:
 
 
 def _describe(wiring: Any) -> str:
-    """The shapes of the arguments, in order; enough to distinguish two graphs of a module."""
+    """Return the shapes of the arguments, in order, which distinguish the graphs of a module."""
     shapes: list[str] = []
 
     def walk(part: Any) -> None:
@@ -398,7 +398,7 @@ class GraphCache:
         return graph.outputs
 
     def _hold(self, inputs: Inputs) -> list[DeviceTensor]:
-        """The graph's own copies of the inputs, brought up to date."""
+        """Update the graph's own copies of the inputs."""
         held = self._held.get(inputs.key)
         if held is None:
             held = self._held[inputs.key] = [DeviceTensor(_like(tensor)) for tensor in inputs.tensors]
@@ -441,7 +441,7 @@ def wrap_in_hpu_graph(
 
 
 class HPUGraph:
-    """The raw form: everything that exists before is read in place, everything made inside is overwritten."""
+    """The low-level form: tensors from before the capture are read in place, and those made inside are overwritten."""
 
     def __init__(self) -> None:
         self._graph: CapturedGraph | None = None

@@ -123,7 +123,7 @@ def hpu_set_env(model: Any = None, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Metric:
-    """Counts since it was made."""
+    """Counts since this object was created."""
 
     def __init__(self, name: str, since_start: bool) -> None:
         if name not in ("graph_compilation", "cpu_fallback", "memory_defragmentation", "recipe_cache"):
@@ -154,7 +154,7 @@ def metric_localcontext(name: str) -> Iterator[Metric]:
 
 @contextmanager
 def env_setting(name: str, value: Any) -> Iterator[None]:
-    """Changes a flag of the bridge for a while."""
+    """Changes a flag of the bridge within a context."""
     before = DEVICE.bridge_flags.get(name)
     _apply(name, value)
     try:
@@ -176,7 +176,7 @@ def _apply(name: str, value: Any) -> None:
 
 
 def make_modules(torch_hpu: ModuleType) -> dict[str, ModuleType]:
-    """Every module of the stand-in by its full name, linked as attributes of their parents."""
+    """Return the stand-in's modules by their full names, linked as attributes of their parents."""
     grouping = {
         function.__name__: function
         for function in (recomputing.is_gqa, recomputing.gqa_input_reshape_fwd, recomputing.gqa_output_reshape)

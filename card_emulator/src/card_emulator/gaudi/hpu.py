@@ -19,7 +19,7 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 
 
 class Streams(runtime.Streams):
-    """A capture ends on the stream that it began on, or the process ends (bridge 1.19, HPUGraph.cpp)."""
+    """A capture must end on the stream on which it began; otherwise the process ends (bridge 1.19, HPUGraph.cpp)."""
 
     @contextmanager
     def stream(self, chosen: runtime.Stream | None) -> Iterator[None]:
@@ -33,18 +33,19 @@ class Streams(runtime.Streams):
 
 
 def get_device_properties(device: Any = None) -> NoReturn:
-    """There is something of this name, without the fields of CUDA's (vllm-gaudi, platform.py, puts CUDA's in place)."""
+    """A class of this name exists, but lacks the fields of CUDA's (vllm-gaudi, platform.py, replaces it by CUDA's)."""
     raise NotImplementedError("torch.hpu.get_device_properties has nothing that is known; ask torch.hpu.mem_get_info")
 
 
 def get_device_name(device: Any = None) -> str:
-    """Return the card's name, after lines of the runtime's log if that goes to the console (vllm-gaudi#963)."""
+    """Return the card's name, preceded by lines of the runtime's log if that is written to the console
+    (vllm-gaudi#963)."""
     name = DEVICE.generation.upper()
     return f"[device] opened\n{name}" if DEVICE.hostile and DEVICE.console else name
 
 
 class device:
-    """`with torch.hpu.device(0)`: a process has one."""
+    """The context `torch.hpu.device(0)`, which changes nothing because a process has a single card."""
 
     def __init__(self, device: Any) -> None:
         runtime.set_device(device)

@@ -1,7 +1,7 @@
-"""Operations that a Gaudi's kernels take in some forms only, or compute in another way.
+"""Operations that a Gaudi's kernels support only in some forms, or compute differently.
 
-Read in the bridge's published source (v1.19) where no other is named; the numbers are rows of
-docs/contributing/quirks.md. A kind card knows none of them.
+Rules come from the bridge's published source (v1.19) unless another source is named; the numbers are those of
+docs/contributing/quirks.md. A kind card has none of these quirks.
 """
 
 from __future__ import annotations

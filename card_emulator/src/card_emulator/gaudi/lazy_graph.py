@@ -1,8 +1,8 @@
-"""Lazy mode: operations gather in a pending graph, and a marker makes it a recipe.
+"""Lazy mode: operations collect in a pending graph, which a marker turns into a recipe.
 
-Of a graph only a running hash is kept. One operation extends the hash by its kind, its scalar arguments, the geometry
-of tensors that enter the graph with it, and the numbers of those computed inside. When a graph is
-new, the set of all prefixes seen gives the first operation that made it so, hence the line to blame.
+Only a running hash of a graph is kept. One operation extends the hash by its kind, its scalar arguments, the geometry
+of tensors that enter the graph with it, and the numbers of those computed inside. If a graph is new, the set of known
+prefixes tells which operation made it so, and therefore which line to blame.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class LazyGraph(Queue):
         return tensor.pending and tensor.epoch == self.epoch
 
     def flush(self, cause: str) -> bool:
-        """Turn what is pending into a launch; a compile if its like was never seen. False when nothing was pending."""
+        """Launch the pending operations, and compile them if no equal graph was seen before. Returns False if nothing
+        was pending."""
         if not self._computes:
             # Views alone launch nothing, and stay views of what they were.
             if self._hashes:

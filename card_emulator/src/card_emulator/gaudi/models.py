@@ -1,4 +1,4 @@
-"""Gaudi 2 and Gaudi 3, as far as they differ from each other and from other cards."""
+"""The properties in which Gaudi 2 and Gaudi 3 differ from each other and from other cards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A card belongs to one process at a time: whoever opens it locks a file as long as it lives."""
+"""A card belongs to one process at a time, which locks a file until it ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _locked: list[int] = []
 
 
 def acquire(folder: Path, modules: Sequence[int]) -> None:
-    """The first of `modules` that is free. Where a process may open any, there is always another."""
+    """Claim the first of `modules` that is free. A process that may open any card always finds another one."""
     folder.mkdir(parents=True, exist_ok=True)
     for module in modules:
         file = os.open(folder / str(module), os.O_RDWR | os.O_CREAT, 0o600)

@@ -1,7 +1,7 @@
-"""How far an engine's offset registers reach into a tensor.
+"""The largest tensors that the offset registers of an engine can address.
 
-Of the graph compiler's sources (HabanaAI/Intel_Gaudi3_Software, `gaudi2/hal.h` and `gaudi2_hal_reader.cpp`). That an
-operation on a larger tensor fails, rather than being split, is inferred.
+The limits come from the graph compiler's sources (HabanaAI/Intel_Gaudi3_Software, `gaudi2/hal.h` and
+`gaudi2_hal_reader.cpp`). That an operation on a larger tensor fails, rather than being split, is inferred.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def check_reach(packet: str, operand: torch.Tensor) -> None:
     """Refuse an operand or result with elements that the operation's engine cannot address.
 
     Tensor cores (TPC) reach 2^31 - 1 elements along any dimension but that of the largest stride; the matrix engine
-    (MME) 2^32 - 1 elements, or 2^31 - 1 of float32; copies (DMA) 2^32 - 1 bytes along a dimension. A copy of memory as
-    it lies is one line of bytes, which can be divided.
+    (MME) 2^32 - 1 elements, or 2^31 - 1 of float32; copies (DMA) 2^32 - 1 bytes along a dimension. A copy of contiguous
+    memory is one line of bytes, which can be divided.
     """
     if not DEVICE.hostile:
         return

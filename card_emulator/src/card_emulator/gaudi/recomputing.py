@@ -1,6 +1,6 @@
-"""Fused attention in the form that returns each query's maximum and inverse sum as well, from which slices of keys are
-put together: `hpu::sdpa_recomp_fwd` (bridge v1.19, kernels_register.cpp) and its FP8 form, as vllm-gaudi calls them
-(v0.26.0, extension/utils.py). Which types the two have is not published: float32 here."""
+"""Fused attention in the form that also returns each query's maximum and inverse sum, with which results over slices of
+keys can be combined: `hpu::sdpa_recomp_fwd` (bridge v1.19, kernels_register.cpp) and its FP8 form, as vllm-gaudi calls
+them (v0.26.0, extension/utils.py). The types of these two are not published; they are float32 here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, hidden: torch.Tensor | None,
     scale: float,
 ) -> Parts:  # fmt: skip
-    """(output, maxima, inverse sums), all in float32."""
+    """Return the output, the maxima and the inverse sums, all in float32."""
     if q.dim() == k.dim() and q.shape[-3] != k.shape[-3] and k.shape[-3] != 1:
         k, v = (part.repeat_interleave(q.shape[-3] // part.shape[-3], -3) for part in (k, v))
     scores = (q.float() @ k.float().transpose(-1, -2)) * scale
@@ -67,7 +67,7 @@ def fp8_sdpa_recomp_fwd(
     valid_seq_len: torch.Tensor | None, seq_padding_type: str, window: Sequence[int] = (-1, -1),
     sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Weights between the two products stay wide: what their scale does to them is not published."""
+    """Weights between the two products are not rounded, since the effect of their scale is not published."""
     if sink is not None:
         raise NotImplementedError("fp8_sdpa_recomp_fwd: sinks are not emulated")
     check_fp8(d_scale_q, d_scale_k, d_scale_v, q_scale_s, q_scale_o, d_scale_s)

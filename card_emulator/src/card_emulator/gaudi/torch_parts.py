@@ -19,7 +19,7 @@ def _register_backend() -> None:
 
 
 def _patched_compile(original: Any) -> Any:
-    """Named wherever something is decorated, in lazy mode too (vllm-gaudi, platform.py, set_torch_compile)."""
+    """Decorators name it in lazy mode, too (vllm-gaudi, platform.py, set_torch_compile)."""
 
     def compile(*args: Any, **kwargs: Any) -> Any:
         _register_backend()
@@ -34,7 +34,7 @@ class _AnyGenerator(type(torch._C.Generator)):  # type: ignore[misc]
 
 
 class Generator(torch._C.Generator, metaclass=_AnyGenerator):
-    """The host's generator under the card's name: random numbers are drawn on the host in either case."""
+    """The host's generator under the card's name, since random numbers are drawn on the host either way."""
 
     _where: torch.device
 

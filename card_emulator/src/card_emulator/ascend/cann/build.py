@@ -1,6 +1,6 @@
 """The emulated CANN is compiled once for each version of its sources, of torch and of torch_npu, into the cache folder.
 
-One library holds all of it. Those that torch_npu asks for by name are empty and lead to it.
+One library holds all of it. The libraries that torch_npu loads by name are empty and depend on that one.
 """
 
 from __future__ import annotations

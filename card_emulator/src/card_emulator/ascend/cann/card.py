@@ -1,4 +1,5 @@
-"""The emulated card under torch_npu, as reports see it: the runtime counts, and here the counts are put into steps."""
+"""The emulated card under torch_npu, as reports see it: the runtime counts, and this module assigns the counts to
+steps."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ class Card:
         self._compile_only = False
 
     def _fallback(self, operation: bytes) -> None:
-        """torch_npu runs an operation on the host. Those few that it copies to the host by itself are not among them:
-        they are downloads, and wait."""
+        """torch_npu runs an operation on the host. The few tensors that it copies to the host by itself are counted as
+        downloads, which wait."""
         self._counters.step.fallbacks += 1
         self._counters.event("CPU fallback", operation.decode())
 
@@ -64,7 +65,7 @@ class Card:
 
     @contextmanager
     def tracing(self) -> Iterator[list[str]]:
-        """Yield a list that is filled with the launches of the block, in their order.
+        """Yield a list to which the launches in the block are added, in order.
 
         Each operator and each graph has a line; the operators of a graph follow it, indented.
         """
@@ -81,7 +82,7 @@ class Card:
 
     @property
     def graphs(self) -> list[GraphRecord]:
-        """Every graph that was captured, also those that are gone."""
+        """All captured graphs, including those that no longer exist."""
         number = self._library.emulated_cann_graphs(None, ctypes.c_uint64(0))
         amounts = (ctypes.c_uint64 * (2 * number))()
         self._library.emulated_cann_graphs(amounts, ctypes.c_uint64(number))
