@@ -19,6 +19,7 @@ from dataclasses import MISSING, fields
 from html import escape
 from pathlib import Path
 from statistics import median
+from textwrap import wrap
 from typing import Any
 
 from vllm_gaudi_spec.config import Options
@@ -28,6 +29,7 @@ from vllm_gaudi_spec.environment import VARIABLES
 from vllm_gaudi_spec.metrics import SERIES
 from vllm_gaudi_spec.recurrent.table import SERVED
 from vllm_gaudi_spec.tools.cli import COMMANDS, make_parser
+from vllm_gaudi_spec.tools.report import record
 
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -69,9 +71,9 @@ def environment() -> str:
 def metrics() -> str:
     rows = []
     for name, series in SERIES.items():
-        kind, shown = ("gauge", name) if series.is_gauge else ("counter", f"{name}_total")
-        rows.append([f"`{shown}`", f"`{series.label}`" if series.label else "", kind, series.help])
-    return table(["series", "label", "kind", "meaning"], rows)
+        shown = name if series.is_gauge else f"{name}_total"
+        rows.append([f"`{shown}`", f"`{series.label}`" if series.label else "", series.help])
+    return table(["series", "label", "meaning"], rows)
 
 
 def command(name: str) -> str:
@@ -155,33 +157,46 @@ def interval(text: Any) -> tuple[float, float] | None:
 Bar = tuple[str, float, tuple[float, float] | None]
 
 
-def plot(title: str, bars: Sequence[Bar], baseline: float = 1.0) -> str:
-    """Draw bars as SVG, with intervals and a line at `baseline`."""
-    left, width, height, top = 250, 400, 22, 40
-    largest = max(max(value, *(spread or (value,))) for _, value, spread in bars)
-    scale = width / largest
-    bottom = top + height * len(bars)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {bottom + 12}" font-family="sans-serif">',
-        "<style>text { font-size: 13px }</style>",
+def plot(title: str, *panels: tuple[str, Sequence[Bar]]) -> str:
+    """Draw panels of bars as SVG, with intervals and a line at 1. Text stays legible on a phone, 480 pixels wide."""
+    everything = [bar for _, bars in panels for bar in bars]
+    left = 20 + int(6.3 * max(len(label) for label, _, _ in everything))
+    scale = (420 - left) / max(max(value, *(spread or (value,))) for _, value, spread in everything)
+    lines = []
+    y = 8
+
+    def write(text: str, weight: str) -> None:
+        nonlocal y
+        for line in wrap(text, 62 if weight == "bold" else 70):
+            y += 18
+            lines.append(f'<text x="12" y="{y}" font-weight="{weight}">{escape(line)}</text>')
+
+    write(title, "bold")
+    for heading, bars in panels:
+        y += 6
+        write(heading, "normal")
+        y += 8
+        numbers = []
+        line = f"M{left + scale:.1f} {y - 2}V{y + 22 * len(bars) + 2}"
+        for label, value, spread in bars:
+            lines.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(label)}</text>')
+            color = "#90a4ae" if value >= 1 else "#e57373"
+            lines.append(f'<rect x="{left}" y="{y + 3}" width="{value * scale:.1f}" height="16" fill="{color}"/>')
+            end = value
+            if spread is not None:
+                low, high = spread
+                end = max(value, high)
+                lines.append(f'<path d="M{left + low * scale:.1f} {y + 11}H{left + high * scale:.1f}" stroke="#000"/>')
+            numbers.append(f'<text x="{left + end * scale + 6:.1f}" y="{y + 15}" class="number">{value:.2f}</text>')
+            y += 22
+        lines += [f'<path d="{line}" stroke="#000" stroke-dasharray="4 3"/>', *numbers]
+    start = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="480" viewBox="0 0 480 {y + 12}" font-family="sans-serif">',
+        "<style>text { font-size: 12px } .number { stroke: #fff; stroke-width: 3; paint-order: stroke }</style>",
         f"<title>{escape(title)}</title>",
-        f'<rect width="720" height="{bottom + 12}" fill="#fff"/>',
-        f'<text x="12" y="22" font-weight="bold">{escape(title)}</text>',
+        f'<rect width="480" height="{y + 12}" fill="#fff"/>',
     ]
-    for place, (label, value, spread) in enumerate(bars):
-        y = top + place * height
-        lines.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(label)}</text>')
-        color = "#90a4ae" if value >= baseline else "#e57373"
-        lines.append(f'<rect x="{left}" y="{y + 3}" width="{value * scale:.1f}" height="16" fill="{color}"/>')
-        end = value
-        if spread is not None:
-            low, high = spread
-            end = max(value, high)
-            lines.append(f'<path d="M{left + low * scale:.1f} {y + 11}H{left + high * scale:.1f}" stroke="#000"/>')
-        lines.append(f'<text x="{left + end * scale + 6:.1f}" y="{y + 15}">{value:.2f}</text>')
-    x = left + baseline * scale
-    lines.append(f'<path d="M{x:.1f} {top - 4}V{bottom + 4}" stroke="#000" stroke-dasharray="4 3"/>')
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    return "\n".join([*start, *lines, "</svg>"]) + "\n"
 
 
 def bars(rows: Iterable[Row], label: Callable[[Row], str], value: str) -> list[Bar]:
@@ -189,22 +204,34 @@ def bars(rows: Iterable[Row], label: Callable[[Row], str], value: str) -> list[B
 
 
 def method_and_batch(row: Row) -> str:
-    return f"{row['method'].rstrip(' †')}, batch {row['batch']}"
+    return f"{row['method'].rstrip(' †').replace('heterogeneous', 'universal_draft')}, batch {row['batch']}"
+
+
+CELL_TIMES = {"step": "of a step", "batch": "of the batch", "first": "to first tokens"}
+
+
+def ratios_cpu(drafts: bool, what: str, suffix: str) -> list[float]:
+    """Return vLLM's time over ours in each random cell on a CPU that drafts, or that does not."""
+    cells = rows_of("upstream_random_cpu")
+    return [cell[f"time {what} / upstream{suffix}"][0] for cell in cells if (cell["k"] > 0) == drafts]
 
 
 def cells_cpu() -> list[Row]:
     """Summarize the random cells on a CPU by whether they draft."""
-    cells = rows_of("upstream_random_cpu")
     found = []
     for title, drafts in (("no speculation", False), ("with drafts", True)):
-        chosen = [cell for cell in cells if (cell["k"] > 0) == drafts]
         for upstream, suffix in (("as started", ""), ("all cores", ", all cores")):
-            middle = {
-                name: f"{median(cell[f'time {what} / upstream{suffix}'][0] for cell in chosen):.2f}"
-                for name, what in (("step", "of a step"), ("batch", "of the batch"), ("first", "to first tokens"))
-            }
-            found.append({"requests": f"{len(chosen)} cells, {title}", "upstream": upstream, **middle})
+            ratios = {name: ratios_cpu(drafts, what, suffix) for name, what in CELL_TIMES.items()}
+            middle = {name: f"{median(values):.2f}" for name, values in ratios.items()}
+            found.append({"requests": f"{len(ratios['step'])} cells, {title}", "upstream": upstream, **middle})
     return found
+
+
+def same_cores(drafts: bool) -> list[Bar]:
+    """Return the medians of the random cells beside vLLM with the same cores, with the range of cells."""
+    titles = {"step": "decode step", "batch": "whole batch", "first": "first tokens"}
+    ratios = {titles[name]: ratios_cpu(drafts, what, ", all cores") for name, what in CELL_TIMES.items()}
+    return [(title, median(values), (min(values), max(values))) for title, values in ratios.items()]
 
 
 def cells_gpu() -> list[Row]:
@@ -214,7 +241,7 @@ def cells_gpu() -> list[Row]:
     for place, title in enumerate(titles):
         cells = rows_of("upstream_random_h200", place)
         row: Row = {"method": f"{title}, {len(cells)} cells"}
-        for name, what in (("step", "of a step"), ("batch", "of the batch"), ("first", "to first tokens")):
+        for name, what in CELL_TIMES.items():
             ratios = [cell[f"time {what} / upstream"][0] for cell in cells]
             row[name] = f"{median(ratios):.2f} ({min(ratios):.2f})"
         found.append(row)
@@ -307,40 +334,94 @@ def demo() -> list[Bar]:
     return found
 
 
+PAIRS = (
+    ("Qwen/Qwen3-1.7B", "Qwen/Qwen3-0.6B"),
+    ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B"),
+    ("Qwen/Qwen3-32B", "Qwen/Qwen3-1.7B"),
+    ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
+    ("meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
+)
+"""Published targets of 1B parameters or more with draft models of their vocabulary."""
+
+
+def pairs() -> list[Row]:
+    """Return the figures of published pairs, from the records of `gaudi-spec demo` in the results."""
+    found = []
+    for target, drafter in PAIRS:
+        row: Row = {"target": f"`{target}`", "drafter": f"`{drafter}`", "length": "not measured", "speedup": ""}
+        path = RESULTS / f"pair_{target.split('/')[1]}_{drafter.split('/')[1]}.json"
+        if path.is_file():
+            task = record.read(path)["tasks"]["draft_model"]
+            link = f"../../{path.relative_to(DOCS.parent)}"
+            row |= {"length": f"{record.compute_acceptance_length(task):.2f}"}
+            row |= {"speedup": "[{ratio:.2f} ({low:.2f} to {high:.2f})]({link})".format(**task["speedup"], link=link)}
+        found.append(row)
+    return found
+
+
 PLOTS: dict[str, Callable[[], str]] = {
-    "demo": lambda: plot("Speedup of the demo on two CPU cores; no speculation = 1", demo()),
+    "demo": lambda: plot(
+        "Speed on two CPU cores, in float32",
+        ("With drafts; no speculation = 1. The demo at concurrency 1, with the range of five runs", demo()),
+        (
+            "Without drafts; vLLM's CPU platform with the same cores = 1. Medians and ranges of six random cells",
+            same_cores(drafts=False),
+        ),
+        ("With drafts on both sides; vLLM's CPU platform with the same cores = 1", same_cores(drafts=True)),
+    ),
     "cpu_upstream": lambda: plot(
-        "Throughput at k = 3; vLLM's CPU platform = 1", bars(rows_of("upstream_cpu"), method_and_batch, "ratio")
+        "Throughput at k = 3",
+        ("vLLM's CPU platform = 1", bars(rows_of("upstream_cpu"), method_and_batch, "ratio")),
     ),
     "cpu_speedup": lambda: plot(
-        "Speedup at concurrency 1 on texts like the drafters' training; no speculation = 1",
-        bars(rows_of("speculation_speed_cpu"), lambda row: f"{row['method']}, k = {row['k']}", "speedup"),
+        "Speedup at concurrency 1 on texts like the drafters' training",
+        (
+            "No speculation = 1",
+            bars(rows_of("speculation_speed_cpu"), lambda row: f"{row['method']}, k = {row['k']}", "speedup"),
+        ),
     ),
     "cpu_acceptance": lambda: plot(
-        "Mean acceptance length at temperature 1, k = 3; no speculation = 1", bars(acceptance(), drafting, "T = 1")
+        "Mean acceptance length at temperature 1, k = 3",
+        ("No speculation = 1", bars(acceptance(), drafting, "T = 1")),
     ),
     "cpu_matching": lambda: plot(
-        "Mean acceptance length at temperature 0, k = 3; no speculation = 1",
-        bars(matching(), lambda row: f"{row['pair']}: {row['matching'].strip('`').split(' ')[0]}", "length"),
+        "Mean acceptance length at temperature 0, k = 3",
+        (
+            "No speculation = 1",
+            bars(matching(), lambda row: f"{row['pair']}: {row['matching'].strip('`').split(' ')[0]}", "length"),
+        ),
     ),
     "gpu_upstream": lambda: plot(
-        "Throughput without speculation; vLLM's faster runner = 1",
-        bars(rows_of("cuda_h100", 8), lambda row: f"{row['sampling']}, batch {row['B']}", "ratio"),
+        "Throughput without speculation",
+        (
+            "vLLM's faster runner = 1",
+            bars(rows_of("cuda_h100", 8), lambda row: f"{row['sampling']}, batch {row['B']}", "ratio"),
+        ),
     ),
     "gpu_speedup": lambda: plot(
-        "Speedup at k = 4; no speculation = 1", bars(rows_of("real_weights_h100"), method_and_batch, "speedup")
+        "Speedup at k = 4",
+        ("No speculation = 1", bars(rows_of("real_weights_h100"), method_and_batch, "speedup")),
     ),
     "gpu_verify": lambda: plot(
-        "Time of a verify step, k = 4; a plain step = 1",
-        bars(verify(), lambda row: f"batch {row['batch']}, context {row['context']}", "verify / plain"),
+        "Time of a verify step, k = 4",
+        (
+            "A plain step = 1",
+            bars(verify(), lambda row: f"batch {row['batch']}, context {row['context']}", "verify / plain"),
+        ),
     ),
     "gpu_rates": lambda: plot(
-        "Speedup at k = 4 by acceptance rate; no speculation = 1",
-        bars(rows_of("end_to_end_h100"), lambda row: f"batch {row['batch']}, rate {row['rate']}", "speedup"),
+        "Speedup at k = 4 by acceptance rate",
+        (
+            "No speculation = 1",
+            bars(rows_of("end_to_end_h100"), lambda row: f"batch {row['batch']}, rate {row['rate']}", "speedup"),
+        ),
     ),
     "gpu_rules": lambda: plot(
-        "Speed of acceptance rules; vLLM's faster sampler = 1",
-        bars(rules(), lambda row: str(row["rule"]), "geometric mean"),
+        "Speed of acceptance rules",
+        (
+            "vLLM's faster sampler = 1",
+            bars(rules(), lambda row: str(row["rule"]), "geometric mean"),
+        ),
     ),
 }
 PARTS: dict[str, Callable[[], str]] = {
@@ -476,6 +557,15 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu_experts": lambda: pick(
         rows_of("experts", 1),
         {name: name for name in ("E, K, hidden, inner", "T = 1", "8", "32", "128", "512", "2,048")},
+    ),
+    "pairs": lambda: pick(
+        pairs(),
+        {
+            "target": "target",
+            "drafter": "draft model",
+            "length": "mean acceptance length",
+            "speedup": "speedup (quartiles)",
+        },
     ),
     "gaudi_vendor": lambda: pick(
         (row for row in rows_of("gaudi_vendor") if row["counted"] in VENDOR_ROWS),
