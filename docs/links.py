@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 DOCS = Path(__file__).parent
@@ -36,6 +37,7 @@ def address(path: Path) -> str:
     return path.relative_to(DOCS if path.is_relative_to(DOCS) else ROOT).as_posix()
 
 
+@event_priority(50)  # before the redirects, which may lead to these files
 def on_files(files: Files, config: Any) -> Files:
     waiting = [Path(file.abs_src_path) for file in files.documentation_pages() if file.abs_src_path]
     known = {address(page) for page in waiting}

@@ -37,15 +37,29 @@ def python(name: str, *options: str) -> subprocess.CompletedProcess[str]:
     return example(sys.executable, str(EXAMPLES / name), *options)
 
 
-def test_offline_example(looping_llama: str) -> None:
-    done = python("offline.py", "--model", looping_llama, "--speculative-config", json.dumps(NGRAM))
+def test_universal_drafting_example(looping_llama: str, cousin: str) -> None:
+    done = python("universal_drafting.py", "--model", looping_llama, "--draft", cousin)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("'The capital of France is'") == 1
+    assert "100% of the target's tokens have a counterpart" in done.stdout
     found = re.fullmatch(r"(\d+) tokens; (\d+) were drafted, (\d+) of them accepted", done.stdout.splitlines()[-1])
     assert found is not None, done.stdout
     tokens, drafted, accepted = map(int, found.groups())
     assert 0 < accepted <= drafted
     assert accepted < tokens <= 3 * 48
+
+
+def test_measure_drafter_example(looping_llama: str, cousin: str, tmp_path: Path) -> None:
+    """A drafter that equals its target is always right, and another one is not."""
+    for name, draft in {"same": looping_llama, "cousin": cousin}.items():
+        options = ("--model", looping_llama, "--draft", draft, "-k", "3", "--json", str(tmp_path / f"{name}.json"))
+        done = python("measure_drafter.py", *options)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert len(re.findall(r"(?m)^[123]  .* of a step$", done.stdout)) == 3
+    same, other = (json.loads((tmp_path / f"{name}.json").read_text())["rows"] for name in ("same", "cousin"))
+    assert [row["length"] for row in same] == pytest.approx([2, 3, 4], abs=0.1)
+    assert all(row["length"] < 1 + row["k"] for row in other)
+    assert all(row["break_even"] == pytest.approx((row["length"] - 1) / row["k"]) for row in (*same, *other))
 
 
 def test_stream_example(server: Server) -> None:

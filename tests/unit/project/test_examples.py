@@ -2,11 +2,15 @@
 
 import re
 import subprocess
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
+import examples.custom_drafter
 from tests.support.processes import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -35,3 +39,19 @@ def test_container_runs_the_servers_command(model: str, words: list[str]) -> Non
         script = f'vllm() {{ printf "%s\\n" "$@"; }}; python() {{ echo demo; }}; {line}'
         done = subprocess.run(["bash", "-c", script], env={"MODEL": model}, capture_output=True, text=True)
         assert done.stdout.splitlines() == ["serve", *words], done.stderr
+
+
+def test_answer_book_drafts_what_followed_the_last_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Words:
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            assert not add_special_tokens
+            return list(map(int, text.split()))
+
+    (tmp_path / "answers.txt").write_text("1 2 3 4 5 1 2 6")
+    monkeypatch.setenv("ANSWERS", str(tmp_path / "answers.txt"))
+    monkeypatch.setattr(examples.custom_drafter, "cached_tokenizer_from_config", lambda _: Words())
+    speculation = SimpleNamespace(num_speculative_tokens=2)
+    book = examples.custom_drafter.AnswerBook(SimpleNamespace(speculative_config=speculation, model_config=None))
+    tokens_np = np.array([[9, 2, 3, 0], [1, 2, 0, 0], [7, 8, 9, 0], [5, 0, 0, 0]])
+    # The newest place counts, the end of the text yields fewer drafts, and what is not in the text yields none.
+    assert book.propose([[3], [2], [9], [5]], np.array([3, 2, 3, 1]), tokens_np) == [[4, 5], [6], [], []]
