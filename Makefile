@@ -104,7 +104,8 @@ demo: $(VENV)/.stamp  ## compare speculation methods on the demo model, with a r
 
 .PHONY: serve
 serve: $(VENV)/.stamp  ## start an OpenAI-compatible server (MODEL=, HOST=, PORT=, ARGS= for vllm serve; several machines: docs/how_to/distributed.md)
-	@$(choose_model); exec $(BIN)/vllm serve "$$model" --host $(HOST) --port $(PORT) $(ARGS)
+	@$(choose_model); exec $(BIN)/vllm serve "$$model" $(if $(MODEL),,--served-model-name demo) \
+		--host $(HOST) --port $(PORT) $(ARGS)
 
 .PHONY: bench
 bench: $(VENV)/.stamp  ## measure costs of a step, and throughput beside vLLM's CPU platform, into .bench/ (ARGS= for `python -m benchmarks upstream`, instead of --fixed)

@@ -27,7 +27,7 @@ def newcomer(cache: Path) -> dict[str, str]:
 @pytest.mark.timeout(3600)
 def test_first_steps_of_the_readme(tmp_path: Path) -> None:
     taken_by = "tests/full_tests/test_first_steps.py::test_first_steps_of_the_readme"
-    demo, show, serve, ask = commands_for(taken_by, README)
+    setup, serve, ask, demo, show = commands_for(taken_by, README)
     environment = newcomer(tmp_path / "cache")
 
     def run(command: str, folder: Path) -> str:
@@ -39,11 +39,7 @@ def test_first_steps_of_the_readme(tmp_path: Path) -> None:
 
     run(f"git clone --quiet {shlex.quote(str(ROOT))} vllm-gaudi-spec", tmp_path)
     checkout = tmp_path / "vllm-gaudi-spec"
-    said = run(demo, checkout)
-    page = checkout / shlex.split(show)[1]
-    assert said.splitlines()[-1] == f"report: {page}"
-    assert page.read_text().startswith("<!DOCTYPE html>")
-
+    run(setup, checkout)
     port, log = free_port(), tmp_path / "serve.log"
     server = Running(["bash", "-c", f"{serve} PORT={port}"], port, log, environment, checkout)
     try:
@@ -52,3 +48,8 @@ def test_first_steps_of_the_readme(tmp_path: Path) -> None:
     finally:
         ending = server.stop(signal.SIGINT, to_all=True)  # as Ctrl-C in a terminal
     assert not ending.survivors
+
+    said = run(demo, checkout)
+    page = checkout / shlex.split(show)[1]
+    assert said.splitlines()[-1] == f"report: {page}"
+    assert page.read_text().startswith("<!DOCTYPE html>")
