@@ -554,10 +554,6 @@ PARTS: dict[str, Callable[[], str]] = {
         rules(),
         {"rule": "rule", "cells": "cells", "geometric mean": "geometric mean", "worst": "worst cell"},
     ),
-    "gpu_experts": lambda: pick(
-        rows_of("experts", 1),
-        {name: name for name in ("E, K, hidden, inner", "T = 1", "8", "32", "128", "512", "2,048")},
-    ),
     "pairs": lambda: pick(
         pairs(),
         {

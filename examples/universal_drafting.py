@@ -5,13 +5,14 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from vllm import LLM, SamplingParams
 
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
 DRAFTER = Path(__file__).parents[1] / "demo" / "draft-other-vocab"
-PROMPTS = ["The capital of France is", "The future of AI is", "Python 3.11 brings improvements to its"]
+QUESTIONS = ["What is photosynthesis?", "Why is the sky blue?", "What is an operating system?"]
 
 
 def main() -> None:
@@ -25,12 +26,14 @@ def main() -> None:
         model=options.model or demo_model_path(),
         speculative_config={"method": "universal_draft", "model": options.draft, "num_speculative_tokens": 3},
         max_model_len=1024,
-        max_num_seqs=len(PROMPTS),
+        max_num_seqs=len(QUESTIONS),
         disable_log_stats=False,  # for the metrics below
     )
-    answers = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=options.max_tokens), use_tqdm=False)
-    for answer in answers:
-        print(f"\n{answer.prompt!r}\n  {answer.outputs[0].text!r}")
+    chats: Any = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
+    answers = llm.chat(chats, params, use_tqdm=False)
+    for question, answer in zip(QUESTIONS, answers, strict=True):
+        print(f"\n{question}\n  {answer.outputs[0].text!r}")
 
     metrics = llm.get_metrics()
     for metric in metrics:
