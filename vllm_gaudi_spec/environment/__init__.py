@@ -277,7 +277,7 @@ _GAUDI_DEFAULTS = {
     LAZY_COLLECTIVES.name: LAZY_COLLECTIVES.default,
     # vLLM would run shared experts on a separate stream, which graphs do not capture.
     "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1",
-    # Compiling the graphs of a large model one by one took hours instead of minutes (lesson S09).
+    # Compiling the graphs of a large model one by one took hours instead of minutes (quirk S09).
     PARALLEL_COMPILATION.name: PARALLEL_COMPILATION.default,
 }
 

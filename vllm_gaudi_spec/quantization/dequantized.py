@@ -62,7 +62,7 @@ def device() -> DeviceBackend:
 def native_inputs(format: CheckpointFormat, weights: Weights) -> tuple[str, ...]:
     """Return the input dtypes of the device's native kernels for linear layers of a format; empty without kernels."""
     if format.native == FP8 and weights.multiplies_fp8:
-        return ("bfloat16", "float32")  # the cast to FP8 does not take float16 (lesson O30)
+        return ("bfloat16", "float32")  # the cast to FP8 does not take float16 (quirk O30)
     if format.native == UINT4 and weights.converts_uint4:
         return ("bfloat16",)  # the only dtype with which vllm-gaudi calls the operator
     return ()

@@ -101,7 +101,7 @@ def choose_fp8_range(backend: DeviceBackend, requested: str | None) -> str | Non
 
 _GAUDI2_FACTOR = 2.0
 """Scales of checkpoints are for e4m3 up to 448, but a Gaudi 2 has numbers up to 240. Doubling the scale keeps larger
-numbers, as lesson Q02 does for weights, and costs numbers below 1/32 of the scale one bit. A scale of 1 is not doubled,
+numbers, as quirk Q02 does for weights, and costs numbers below 1/32 of the scale one bit. A scale of 1 is not doubled,
 as it was not made for any numbers."""
 
 

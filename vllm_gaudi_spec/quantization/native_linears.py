@@ -53,13 +53,13 @@ class Fp8Linear(LinearMethodBase):
         layer.register_parameter("weight_scale", scale)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        # This runs on the host, where e4m3 numbers beyond the card's range are still finite (lesson Q03).
+        # This runs on the host, where e4m3 numbers beyond the card's range are still finite (quirk Q03).
         weight_NK, scale_N = layer.weight.data, layer.weight_scale.data.squeeze(1)
         if bool((scale_N == _NOT_LOADED).any()):
             raise RuntimeError(f"{self._prefix} is kept in FP8, but its checkpoint has no such weight for it.")
         if self._largest < E4M3:
             # Half of the largest number fits the range. Halving may round numbers below 2**-5, so only rows that need
-            # it are halved (lesson Q02).
+            # it are halved (quirk Q02).
             factor_N = 1.0 + (weight_NK.float().abs().amax(1) > self._largest)
             weight_NK, scale_N = (weight_NK.float() / factor_N[:, None]).to(torch.float8_e4m3fn), scale_N * factor_N
         replace_parameter(layer, "weight", self._arithmetic.keep(weight_NK.t().contiguous()))

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 _HEADS, _KV_HEADS, _HEAD_SIZE = 8, 2, 128
 _VERIFY_QUERIES = 4
-# Around the length beyond which an NPU's kernel left out keys, with other arguments than ours (lesson A01), and near
+# Around the length beyond which an NPU's kernel left out keys, with other arguments than ours (quirk A01), and near
 # the end of a block table.
 _LONG = (511, 512, 513, 4095)
 _WINDOW = 300
 # A chunk of this many queries after as many keys: with some masks and lengths, which were not published, a Gaudi 3's
-# fused attention corrupts all groups of heads but the first (lesson A31). Comparing every query would take too long.
+# fused attention corrupts all groups of heads but the first (quirk A31). Comparing every query would take too long.
 _LONG_CHUNK = 1024
 _COMPARED_EACH = 61
 # Powers of two, with which the keys of the checks are e4m3 numbers: one for all heads, or one per head.

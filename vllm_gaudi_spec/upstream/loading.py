@@ -65,7 +65,7 @@ def device_type_while_loading(device_type: str | None) -> AbstractContextManager
 
     Reason: the constructors of some models (DeepSeek, MiniCPM) create tensors on `current_platform.device_type`,
     whatever device they are loaded on. A Gaudi loads weights on the host: a part of the model on the card would be
-    filled by one small program per copy, and an operator on both parts fails (lesson S16).
+    filled by one small program per copy, and an operator on both parts fails (quirk S16).
     Remove when: no model of upstream's does that.
     """
     from vllm.platforms import current_platform

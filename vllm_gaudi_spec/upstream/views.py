@@ -24,7 +24,7 @@ def join_keys_of_minicpm3(
     """Let MiniCPM3 join the parts of its queries and keys into new tensors.
 
     Reason: vLLM's layer assigns the parts to slices, and HPU graphs do not support in-place writes through views
-    (lesson L06).
+    (quirk L06).
     Remove when: upstream's layer assigns to no slice.
     """
     import torch
@@ -49,7 +49,7 @@ def join_keys_of_minicpm3(
 def add_to_states_of_gemma3n() -> None:
     """Let Gemma 3n create new tensors for its states, and divide by numbers.
 
-    Reason: vLLM's layers add to the states of AltUp through views (lesson L06), and divide by tensors that they create
+    Reason: vLLM's layers add to the states of AltUp through views (quirk L06), and divide by tensors that they create
     on the host, which a compiled graph must not do.
     Remove when: upstream's layers do neither.
     """
@@ -138,7 +138,7 @@ def embed_tokens_by_layer_in_gemma3n(
     """
     if per_layer_inputs is None and input_ids is not None:
         decoder, config = model.self_decoder, model.config
-        # The last ids have no embedding. Not a `where`, which is compiled wrongly on integers (lesson C17).
+        # The last ids have no embedding. Not a `where`, which is compiled wrongly on integers (quirk C17).
         ids_T = input_ids * (input_ids < config.vocab_size_per_layer_input)
         embeddings = decoder.embed_tokens_per_layer(ids_T) * decoder.embed_scale_per_layer
         per_layer_inputs = embeddings.view(-1, config.num_hidden_layers, config.hidden_size_per_layer_input)
@@ -170,7 +170,7 @@ def take_tokens_in_gemma3n(
 def scale_gates_of_falcon_h1(original: Original, mlp: Any, x: torch.Tensor) -> torch.Tensor:
     """Let the MLPs of Falcon-H1 multiply their gates into a new tensor.
 
-    Reason: vLLM's MLP multiplies half of a tensor in place, through a view (lesson L06).
+    Reason: vLLM's MLP multiplies half of a tensor in place, through a view (quirk L06).
     Remove when: `FalconH1MLP.forward` updates no view.
     """
     import torch
@@ -187,7 +187,7 @@ def add_positions_in_siglip(
 ) -> torch.Tensor:
     """Let Siglip add the positions of its patches into a new tensor.
 
-    Reason: vLLM's embeddings add them in place to a view of the convolution's output (lesson L06).
+    Reason: vLLM's embeddings add them in place to a view of the convolution's output (quirk L06).
     Remove when: `SiglipVisionEmbeddings.forward` updates no view.
     """
     if interpolate_pos_encoding:  # of images of other sizes, for which no graph is captured

@@ -1,7 +1,7 @@
 """Runs and checks the first collectives of each group of ranks before anything else is done.
 
 A group's communicator is created at its first collective. On a Gaudi that one must not be part of a captured graph, and
-a wrong network or module map shows in it, often as a hang. vllm-gaudi does one in `init_device` as well (lesson N01).
+a wrong network or module map shows in it, often as a hang. vllm-gaudi does one in `init_device` as well (quirk N01).
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def _look_up_tables(
     `positions` is [T], or [D, T] for a multimodal embedding.
     """
     table = rotary._match_cos_sin_cache_dtype(query)
-    # Indexing would break a compiled graph (lesson C16).
+    # Indexing would break a compiled graph (quirk C16).
     found = table.index_select(0, positions.flatten())
     if positions.ndim == 2:
         assert isinstance(rotary, MRotaryEmbedding)

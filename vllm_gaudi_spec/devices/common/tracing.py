@@ -54,7 +54,7 @@ class Operation(NamedTuple):
 class Segment:
     operations: list[Operation] = field(default_factory=list)
     is_compiled: bool = True
-    """False for a single collective, which runs eagerly: compiled ones are known to add wrongly (lesson C23)."""
+    """False for a single collective, which runs eagerly: compiled ones are known to add wrongly (quirk C23)."""
 
 
 class Tracer(TorchDispatchMode):

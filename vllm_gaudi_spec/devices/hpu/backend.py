@@ -262,7 +262,7 @@ class HpuAttention(PairAttention):
     def _can_fuse(self, spec: AttentionLayerSpec) -> bool:
         """Whether the fused kernel supports a layer.
 
-        ALiBi slopes would need a bias per head of the size of all scores (lesson A23).
+        ALiBi slopes would need a bias per head of the size of all scores (quirk A23).
         """
         if self._fused_sdpa is None or spec.layer_operations or spec.logits_soft_cap or spec.slopes_H is not None:
             return False
@@ -298,7 +298,7 @@ class HpuAttention(PairAttention):
                 [self._fused_sdpa.apply(query, keys_BKSD, values_BKSD, part, *rest) for query, part in parts], dim=2
             )
         if sinks and self._bridge.regions is None:
-            self._bridge.mark_step()  # as vllm-gaudi does, for an unpublished reason (lesson A13)
+            self._bridge.mark_step()  # as vllm-gaudi does, for an unpublished reason (quirk A13)
         return attended_BHQD.transpose(1, 2).flatten(0, 1)
 
 
@@ -366,7 +366,7 @@ def mark_layers(model: nn.Module, mark_step: Callable[[], None], every: int) -> 
 def _move_plain_tensors(model: nn.Module, device: torch.device) -> None:
     """Move tensors that are neither parameters nor buffers, which `Module.to` leaves on the host.
 
-    Modules that share a tensor share it afterwards. INC wants its scales where they are (lesson Q15), and a tensor of
+    Modules that share a tensor share it afterwards. INC wants its scales where they are (quirk Q15), and a tensor of
     no dimensions on the host is part of a graph.
     """
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -387,7 +387,7 @@ def _has_argument(fused: Any, name: str) -> bool:
 def _passes_sinks_on() -> bool:
     """Whether the bridge passes sinks to the kernel.
 
-    If its flag is off, it drops them without an error (lesson A32).
+    If its flag is off, it drops them without an error (quirk A32).
     """
     bridge = importlib.import_module("habana_frameworks.torch.internal.bridge_config")
     flag = getattr(bridge, "get_pt_hpu_enable_fused_sdpa_sink", None)
@@ -422,7 +422,7 @@ def _choose_split(mask: torch.Tensor) -> int:
     """Return how many queries of a mask [B, 1, Q, keys] to attend with at once.
 
     The result is the fewest calls of similar size. The kernel's offsets into the mask have 32 bits, and a row whose
-    mask has 2 GiB comes out as NaN (lesson A30).
+    mask has 2 GiB comes out as NaN (quirk A30).
     """
     num_queries, num_keys = mask.shape[-2:]
     at_once = max((LARGEST_MASK - 1) // (num_keys * mask.element_size()), 1)

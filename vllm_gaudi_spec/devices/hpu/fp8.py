@@ -37,7 +37,7 @@ class GaudiArithmetic:
         self._largest = largest
 
     def cast(self, x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        # Clamp first: it is not published whether the card's cast saturates (lesson Q01), nor which shapes of scales it
+        # Clamp first: it is not published whether the card's cast saturates (quirk Q01), nor which shapes of scales it
         # supports.
         multiplier: torch.Tensor | None = None
         if inverse.dim() > 1:

@@ -62,7 +62,7 @@ class HpuLogitsProcessor(LogitsProcessor):
     """Scales logits, as Granite and Cohere do, without writing through a view.
 
     vLLM scales in place, in a view without the padding of the vocabulary, and a captured graph on a Gaudi cannot write
-    through views (lesson L06).
+    through views (quirk L06).
     """
 
     def forward(

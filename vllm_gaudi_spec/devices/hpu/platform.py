@@ -51,7 +51,7 @@ class HpuSpecPlatform(CapturingPlatform):
 def _refuse_float16(vllm_config: VllmConfig) -> None:
     """Refuse float16 if the user sets it; otherwise vLLM chooses a supported dtype for a float16 checkpoint.
 
-    Kernels of a Gaudi do not take it (lesson S17). Its lowest number, added to a score, does not mask every key, on
+    Kernels of a Gaudi do not take it (quirk S17). Its lowest number, added to a score, does not mask every key, on
     which the self-test fails.
     """
     model = vllm_config.model_config
