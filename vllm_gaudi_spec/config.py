@@ -105,30 +105,30 @@ class Options:
     """Numbers of prompt chunks that may share a forward."""
     warmup_tokens: int | None = None
     """The number of tokens up to which warm-up runs a shape. Larger shapes are only listed. -1 runs all
-    shapes. By default 16 on a CPU, and -1 elsewhere."""
+    shapes. The default is 16 on a CPU and -1 elsewhere."""
     universal_context: str | None = None
     """How a drafter with another vocabulary reads the context: `map` token ids (default), or `retokenize` the text."""
     universal_match: str | None = None
     """How its drafts become target tokens: `tli` (default) drafts only tokens of both vocabularies; `slem` drafts any
     token and tokenizes the text of drafts for the target."""
     universal_kv_len: int | None = None
-    """For `retokenize`: how many of its own tokens the drafter keeps per request. By default 2048, at most
-    twice `--max-model-len`."""
+    """For `retokenize`: how many of its own tokens the drafter keeps per request. The default is 2048, or twice
+    `--max-model-len` if that is less."""
     state_snapshots: int | None = None
-    """For models with recurrent layers: the number of states that the prefix cache keeps. By default `--max-num-seqs`,
-    at most 32."""
+    """For models with recurrent layers: the number of states that the prefix cache keeps. The default is
+    `--max-num-seqs`, but at most 32."""
     audit_every: int = 0
     """Decode one in this many requests again without drafts in idle steps, and compare; 0 disables audits."""
     cpu_weights: str | None = None
-    """The format of linear weights on a CPU: `float32` or `float16`. By default float32, and for small steps a float16
-    copy of each matrix that float16 represents exactly."""
+    """The format of linear weights on a CPU: `float32` or `float16`. The default is float32, with a float16 copy for
+    small steps of each matrix that float16 represents exactly."""
     weight_kernels: str | None = None
     """How quantized checkpoints run: `reference` dequantizes them at load, `native` uses the device's kernels for their
-    format. By default native if the device has such kernels."""
+    format. The default is `native` if the device has such kernels."""
     draft_quant_config: str | None = None
     """The drafter's quantization file. The target's is the environment variable QUANT_CONFIG."""
     fp8_range: str | None = None
-    """The range of e4m3 if FP8 is simulated: `gaudi2` (up to 240) or `gaudi3` (up to 448). By default that of
+    """The range of e4m3 if FP8 is simulated: `gaudi2` (up to 240) or `gaudi3` (up to 448). The default is the range of
     the scales."""
 
     @classmethod

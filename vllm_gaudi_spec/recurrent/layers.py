@@ -243,7 +243,7 @@ class Mamba2(RecurrentLayer, MambaMixer2):
 
 @MambaMixer.register_oot
 class Mamba1(RecurrentLayer, MambaMixer):
-    """The layer of Jamba and the first Mambas, whose gates are computed from the convolution's outputs."""
+    """The layer of Jamba and of models with Mamba 1, whose gates are computed from the convolution's outputs."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()

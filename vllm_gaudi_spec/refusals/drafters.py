@@ -48,7 +48,8 @@ _CHAINED = (
     "HYV3MTPModel",
     "Step3p5MTP",
 )
-"""vLLM's classes that run the MTP layer that they are asked for. Others have one, or always run the first."""
+"""vLLM's classes that run the MTP layer that they are asked for. Other classes have a single layer, or always run the
+first."""
 
 
 def weightless_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:

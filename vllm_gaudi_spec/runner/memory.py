@@ -107,7 +107,7 @@ def _suggest_for_prompt_logprobs(vllm_config: VllmConfig) -> str:
     """Return the option to lower for prompt log-probabilities.
 
     Their memory does not depend on the number of requests or the length of chunks. If their number is not the cause,
-    smaller weights per rank make room.
+    only smaller weights per rank free memory.
     """
     max_logprobs = vllm_config.model_config.max_logprobs
     if not 0 <= max_logprobs <= USUAL_LOGPROBS:

@@ -353,7 +353,7 @@ class SampleShapes:
         """
         Args:
             lists: Whether passes list positions.
-            needs_rectangle: Whether a verification that is greedy, or random, does not.
+            needs_rectangle: Whether a pass needs a rectangle, for a greedy and for a random verification.
         """
         self._lists = lists
         self._needs_rectangle = needs_rectangle

@@ -63,7 +63,7 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def make_folder(options: argparse.Namespace) -> str | None:
-    """Make the default folder, and return a message if that fails. A folder of the user's must exist."""
+    """Make the default folder, and return a message if that fails. A folder that the user names must exist."""
     if any(getattr(options, name) == DEFAULTS[name] for name in ("json", "report")):
         try:
             FOLDER.mkdir(exist_ok=True)

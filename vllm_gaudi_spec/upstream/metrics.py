@@ -81,7 +81,7 @@ def _add_metrics(
 
 
 def _forget_those_of_another_engine() -> None:
-    """As vLLM's logger does with its own, when a process makes a second engine."""
+    """Do as vLLM's logger does with its own series when a process creates a second engine."""
     from prometheus_client import REGISTRY
 
     for collector in list(REGISTRY._collector_to_names):

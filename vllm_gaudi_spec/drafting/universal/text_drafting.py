@@ -99,7 +99,7 @@ class TextDrafting(Drafting):
         """
         Args:
             context: Its shapes are those for rows as long as the KV region allows.
-            rewriter: Rewrites drafts, then in the drafter's own tokens, in the target's.
+            rewriter: Rewrites drafts from the drafter's own tokens to the target's.
         """
         speculation, requests = context.speculation, context.requests
         row_limits = RowLimits(context.max_rows, speculation, context.max_model_len)

@@ -130,8 +130,8 @@ class Multimodal(Extension):
     def add_to(self, batch: Batch) -> Batch:
         """Return the batch with embeddings, and with rotary positions if they differ from those of its tokens.
 
-        Decodes need neither. But the last token of a prompt may come as a decode; where steps are not captured, even if
-        it belongs to an image.
+        Decodes need neither. However, the last token of a prompt may arrive as a decode. If steps are not captured,
+        this holds even for a token of an image.
         """
         is_decode = batch.shape.phase == DECODE
         if self.store is not None:
