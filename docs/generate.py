@@ -20,7 +20,10 @@ from html import escape
 from pathlib import Path
 from statistics import median
 from textwrap import wrap
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin
+
+from vllm.config import SpeculativeConfig
 
 from vllm_gaudi_spec.config import Options
 from vllm_gaudi_spec.devices.ascend import compared as ascend
@@ -30,6 +33,7 @@ from vllm_gaudi_spec.metrics import SERIES
 from vllm_gaudi_spec.recurrent.table import SERVED
 from vllm_gaudi_spec.tools.cli import COMMANDS, make_parser
 from vllm_gaudi_spec.tools.report import record
+from vllm_gaudi_spec.upstream import widen_speculative_options
 
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -61,6 +65,64 @@ def options() -> str:
         default = "" if field.default in (None, MISSING) else f" Default: {json.dumps(field.default)}."
         rows.append([f"`{field.name}`", kind, " ".join(meanings[field.name].split()) + default])
     return table(["option", "type", "meaning"], rows)
+
+
+SPECULATIVE = {
+    "method": "A [method](methods.md); **`universal_draft`** is one of them. Default: by `model`.",
+    "model": "The drafter's folder or Hugging Face id, or a class for `custom_class`.",
+    "num_speculative_tokens": "k, from 1 to 16. Default: the checkpoint's; required if it has none.",
+    "draft_sample_method": "[How drafts are made](../explanation/acceptance.md#how-drafts-are-made): {values}.",
+    "rejection_sample_method": (
+        "[How drafts are accepted](../explanation/acceptance.md#how-drafts-are-accepted): {values}."
+    ),
+    "num_speculative_tokens_per_batch_size": "[k by batch size](methods.md#how-much-is-drafted).",
+    "enable_adaptive_verification": "[Choose k for each step](methods.md#how-much-is-drafted).",
+    "max_model_len": "The drafter's longest context. Default: the checkpoint's.",
+    "draft_tensor_parallel_size": (
+        "The target's size, or 1: [where the drafter runs](../how_to/distributed.md#choose-where-the-drafter-runs). "
+        "Default: the target's."
+    ),
+    "quantization": "The drafter's quantization method. Default: the checkpoint's.",
+    "revision": "The drafter's revision on the Hugging Face Hub.",
+    "draft_load_config": "How the drafter is loaded. Default: as the target.",
+    "parallel_drafting": "[Draft all k tokens in one forward pass](methods.md#parallel-drafting).",
+    "prompt_lookup_min": "The shortest n-gram. Default: `prompt_lookup_max`, or 5.",
+    "prompt_lookup_max": "The longest n-gram. Default: `prompt_lookup_min`, or 5.",
+    "suffix_decoding_max_tree_depth": "The longest match and its drafts together, in tokens.",
+    "suffix_decoding_max_cached_requests": "The number of past answers in the suffix tree.",
+    "suffix_decoding_max_spec_factor": "The most drafts per token of the match.",
+    "suffix_decoding_min_token_prob": "The least probability of a draft token.",
+    "disable_eagle_block_drop": "[Keep a head's last cached block](methods.md#eagle-and-eagle3).",
+    "use_heterogeneous_vocab": "vLLM's spelling of the method `universal_draft`.",
+    "synthetic_acceptance_rates": "For the rule `synthetic`: the rate at which drafts are accepted, by position.",
+    "synthetic_acceptance_length": "For the rule `synthetic`: the mean acceptance length, in place of rates.",
+}
+"""The options of vLLM's `SpeculativeConfig` that are used here. Others are refused, or ignored with a warning."""
+
+
+def speculative() -> str:
+    """Tabulate the options of --speculative-config, with types and defaults as vLLM's class has them."""
+    known = SpeculativeConfig.__dataclass_fields__
+    theirs = {name: set(get_args(known[name].type)) for name in SPECULATIVE}
+    widen_speculative_options()
+    rows = []
+    for name, meaning in SPECULATIVE.items():
+        field = known[name]
+        values = [f"`{value}`" if value in theirs[name] else f"**`{value}`**" for value in get_args(field.type)]
+        default = getattr(field.default, "default", field.default)  # of pydantic's Field
+        if default is not None:
+            meaning += f" Default: {json.dumps(default)}."
+        rows.append([f"`{name}`", describe_type(field.type), meaning.format(values=", ".join(values))])
+    return table(["option", "type", "meaning"], rows)
+
+
+def describe_type(kind: Any) -> str:
+    """Return the JSON type of a field of vLLM's."""
+    (kind, *_) = [part for part in get_args(kind) if part is not NoneType] or [kind]
+    name = str(getattr(get_origin(kind) or kind, "__name__", kind))
+    return {"bool": "boolean", "int": "integer", "float": "number", "list": "list", "LoadConfig": "object"}.get(
+        name, "string"
+    )
 
 
 def environment() -> str:
@@ -593,6 +655,7 @@ def write(check: bool) -> list[Path]:
     """Write the parts and plots, and return the files that differed."""
     parts: dict[str, Callable[[], str]] = {
         "options": options,
+        "speculative": speculative,
         "environment": environment,
         "metrics": metrics,
         "recurrent": recurrent,
