@@ -27,7 +27,7 @@ def newcomer(cache: Path) -> dict[str, str]:
 @pytest.mark.timeout(3600)
 def test_first_steps_of_the_readme(tmp_path: Path) -> None:
     taken_by = "tests/full_tests/test_first_steps.py::test_first_steps_of_the_readme"
-    setup, serve, ask, demo, show = commands_for(taken_by, README)
+    setup, serve, *ask, demo, show = commands_for(taken_by, README)  # the request takes several lines
     environment = newcomer(tmp_path / "cache")
 
     def run(command: str, folder: Path) -> str:
@@ -44,7 +44,7 @@ def test_first_steps_of_the_readme(tmp_path: Path) -> None:
     server = Running(["bash", "-c", f"{serve} PORT={port}"], port, log, environment, checkout)
     try:
         assert "Application startup complete" in log.read_text(), "README says so"
-        assert "Paris" in run(ask.replace(":8000/", f":{port}/"), checkout)
+        assert "Paris" in run("\n".join(ask).replace(":8000/", f":{port}/"), checkout)
     finally:
         ending = server.stop(signal.SIGINT, to_all=True)  # as Ctrl-C in a terminal
     assert not ending.survivors
