@@ -90,7 +90,7 @@ class DeviceRows:
             self._write([self._max_rows] * size, [self._defaults] * size)
 
     def _write(self, rows: list[int], values: Sequence[tuple[np.ndarray | None, ...]]) -> None:
-        """Copy rows, but no table of which all of them have the default."""
+        """Copy rows, except tables in which all of them have the default."""
         inputs = [self._upload(torch.tensor(rows))]
         tables = zip(self._defaults, self._default_NX[len(rows)], zip(*values, strict=True), strict=True)
         for default_X, default_NX, each in tables:

@@ -39,7 +39,7 @@ class AdaptiveStep(NamedTuple):
 
 @dataclass
 class SpecSchedulerOutput(SchedulerOutput):
-    """A step, and how far to draft after it."""
+    """The scheduler's output for a step, and how far to draft after it."""
 
     drafter_status: DrafterStatus | None = None
     """None if it has not changed."""
@@ -50,7 +50,7 @@ class SpecSchedulerOutput(SchedulerOutput):
     state_saves: dict[str, int] = field(default_factory=dict)
     """Maps a request whose recurrent state is kept to the slot to write after the forwards."""
     is_audit: bool = False
-    """Whether the step's requests are an audit's. For the scheduler, when the step is done."""
+    """Whether the step's requests are an audit's. What the scheduler learns when the step is done."""
     adaptive_step: AdaptiveStep | None = None
     """None without adaptive verification. For the scheduler, when the step is done."""
 

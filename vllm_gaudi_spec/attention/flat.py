@@ -36,7 +36,7 @@ from vllm_gaudi_spec.attention.selection import group_index_queries, score_keys,
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What the layers of a call with one mask share."""
+    """The parts of a call that layers with the same mask share."""
 
     seen: torch.Tensor
     """bool [N, 1, 1, Q, S]: which keys of an entry a query sees."""
@@ -94,7 +94,7 @@ def attend(
 
 
 SLICE = 4096
-"""How many blocks are read at once.
+"""The number of blocks that are read at once.
 
 With 32 heads, 4 queries per row and blocks of 128 tokens their float32 scores are 256 MiB, of which there are a few
 copies; the gathered keys of 8 heads of 128 numbers in bfloat16 are 1 GiB.
@@ -102,7 +102,7 @@ copies; the gathered keys of 8 heads of 128 numbers in bfloat16 are 1 GiB.
 
 
 _MOST_BLOCKS = 8
-"""Most blocks in an entry: 1024 keys in one matrix product."""
+"""The most blocks in an entry, which is 1024 keys in one matrix product."""
 
 
 @cache

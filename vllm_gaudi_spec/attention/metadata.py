@@ -266,7 +266,7 @@ NO_MEDIA = 0
 
 
 class MultimodalInputs(NamedTuple):
-    """What images, video and audio change about a forward's tokens. D: dimensions of a rotary position."""
+    """The changes that images, video and audio make to a forward's tokens. D: dimensions of a rotary position."""
 
     embeddings: Sequence[torch.Tensor] = ()
     """[n, H] of each encoded item, in the order of the tokens that they replace."""
@@ -398,8 +398,8 @@ def build_rectangle(
 def build_columns(
     starts_B: torch.Tensor, num_real_B: torch.Tensor, num_columns: int, blocks: Blocks, row_operations: RowOperations
 ) -> list[Inputs]:
-    """Such a rectangle's columns, each a rectangle of one query a row, to be run one after another. The tokens are for
-    the caller to fill in: all are 0. What all of them need is computed once."""
+    """The columns of such a rectangle, to be run one after another; each is a rectangle with one query per row. The
+    tokens are for the caller to fill in: all are 0. What all of them need is computed once."""
     located = row_operations.locate_columns(starts_B, num_real_B, num_columns, blocks.tables, blocks.sizes)
     no_tokens_B = torch.zeros_like(starts_B, dtype=torch.int32)
 

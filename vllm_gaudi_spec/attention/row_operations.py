@@ -162,7 +162,7 @@ def check_drafts(
 
 
 class RowOperations(NamedTuple):
-    """One device's form of the functions above."""
+    """A device's versions of the functions above."""
 
     locate_rectangle: Callable[..., Positions] = locate_rectangle
     locate_columns: Callable[..., ColumnPositions] = locate_columns

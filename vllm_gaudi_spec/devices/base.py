@@ -45,8 +45,8 @@ class DeviceTraits:
     captures: bool = False
     """Whether every shape and branch of a step is a graph that warm-up has to capture.
 
-    If so, branches are few, and a number that changes from step to step is a tensor. If not, shapes may depend on
-    values, since reading one does not wait, and models compute no padding.
+    If so, branches are few, and a number that changes from step to step is a tensor. Otherwise shapes may depend on
+    values, since reading a value does not wait, and models compute no padding.
     """
     updates_views: bool = True
     """Whether a graph may contain a layer that writes through a view (docs/contributing/quirks.md, L06)."""
@@ -78,9 +78,9 @@ class DeviceTraits:
     selects_keys: bool = False
     """Whether sparse attention, whose keys an indexer selects, was compared with another implementation."""
     media_models: tuple[str, ...] = ()
-    """If the device captures: classes of models whose images were compared with transformers in captured graphs."""
+    """Classes of models whose images were compared with transformers in captured graphs, if the device captures."""
     recurrent_models: tuple[str, ...] = ()
-    """Likewise, architectures with recurrent layers."""
+    """The same for architectures with recurrent layers."""
     max_drafts: int = MAX_DRAFTS
     """The largest number of drafts per row that the device's kernels verify in one step."""
     takes_quant_config: bool = False
@@ -272,7 +272,8 @@ class Weights:
         return f"for which there are no kernels yet on {self.device_name}"
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Move loaded weights to the device, in the layout that it needs. No-op: by default they are there."""
+        """Move loaded weights to the device, in the layout that it needs. No-op: by default, loaded weights are on the
+        device already."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,8 @@ NOTHING = -1
 """Neither a position nor a token: separates responses and replaces erased tokens."""
 
 MAX_OCCURRENCES = 16
-"""Number of occurrences of a pattern that are compared, newest first. More cost time without raising acceptance."""
+"""Number of occurrences of a pattern that are compared, newest first. More of them cost time without raising
+acceptance."""
 
 
 class SuffixProposer:

@@ -22,7 +22,7 @@ from vllm_gaudi_spec.recurrent.scans import convolve
 
 
 class LayerShape(NamedTuple):
-    """What a layer keeps for each row."""
+    """The state that a layer keeps for each row."""
 
     num_channels: int
     """Channels of the convolution."""

@@ -26,9 +26,9 @@ class CheckResult:
     name: str
     status: str
     detail: str
-    """What was measured, or why nothing was."""
+    """The measured values, or why nothing was measured."""
     advice: str
-    """What to disable if the check failed, else empty."""
+    """What to disable if the check failed; empty otherwise."""
     needed_by: str
     """The feature that needs the check, or empty if nothing can be served without it."""
     seconds: float

@@ -38,7 +38,7 @@ class Check(NamedTuple):
     run: Callable[[Subject], str]
     """Returns what was measured, or raises `Failed` or `NotChecked`."""
     advice: str
-    """What to disable or to do if the check fails."""
+    """The remedy if the check fails."""
     needed_by: str = ""
     """As in `CheckResult`."""
 

@@ -39,7 +39,7 @@ FORMAT = 1
 
 
 class DemoModelError(RuntimeError):
-    """The demo model cannot be prepared; the message has the reason and the remedy."""
+    """Raised if the demo model cannot be prepared; the message has the reason and the remedy."""
 
 
 def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None) -> str:

@@ -19,7 +19,7 @@ _SECONDS_OF_A_STREAM = 600.0
 
 
 class ServerError(Exception):
-    """A request failed; the message names the server and the remedy."""
+    """Raised if a request failed; the message names the server and the remedy."""
 
     def __init__(self, message: str) -> None:
         super().__init__(make_printable(message))

@@ -143,7 +143,7 @@ _ROWS = f"{metrics.ROWS}_total"
 
 
 class NotMetrics(ValueError):
-    """The text is not in Prometheus' format."""
+    """Raised for a text that is not in Prometheus' format."""
 
 
 class Reading:

@@ -129,7 +129,7 @@ def takes(spec: AttentionLayerSpec, num_queries: int, num_keys: int, dtypes: fro
 
 
 def takes_compressed_masks(spec: AttentionLayerSpec, call: AttentionCall) -> bool:
-    """Whether the call is of prompt chunks whose mask is causal or windowed and nothing else."""
+    """Whether the call has prompt chunks only, whose mask is causal or windowed and nothing else."""
     return (
         call.host_counts_B is not None
         and call.num_queries > 1
@@ -283,7 +283,7 @@ def adds_up_blocks(
 
     Rows with a shared prefix may. The documentation says that it refuses them. The sources of CANN 8.5.0 check it in
     one kernel, for several queries per row and some head sizes; those of 9.0.0 and 9.1.0 do not. So each form is tried
-    on the card, with two rows of the only block. `mask` is the compressed mask.
+    on the card, with two rows that share a block. `mask` is the compressed mask.
     """
     query = torch.zeros(2, num_queries, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
     form: dict[str, Any] = dict(input_layout="BSND", pre_tokens=_EVERYTHING, next_tokens=_EVERYTHING)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _SIZE = 128
-"""How many numbers a rank sends; few, and even."""
+"""The number of values that a rank sends, which is small and even."""
 
 
 def check_groups(memory: Memory) -> None:

@@ -57,7 +57,7 @@ class RegionCompiler:
         self._results = Results()
         self._compiled: dict[Hashable, Callable[..., Sequence[Any]]] = {}
         self.functions: Counter[str] = Counter()
-        """How often each function was compiled, by name: once per geometry of its arguments."""
+        """The number of compilations of each function, by name: one per geometry of its arguments."""
         self.traces_twice = False
         """Whether to trace twice and compare: a number that Python counts would be compiled as a constant."""
         self._tracer: Tracer | None = None

@@ -24,7 +24,7 @@ from vllm_gaudi_spec.devices.common.fakes import Fakes, Results
 
 
 class NotCompilableError(RuntimeError):
-    """An operation cannot be compiled, or would be compiled as something else. Names the line."""
+    """Raised for an operation that cannot be compiled, or would be compiled as something else. Names the line."""
 
 
 class Value(NamedTuple):

@@ -30,7 +30,7 @@ MOST_QUERIES, MOST_LANES = 16, 64
 _MOST_ARRIVALS = 4096
 """Rows times KV heads whose keys may be split; with more there is nothing to split."""
 _COMBINED = 8192
-"""How many numbers of parts are combined at once."""
+"""How many values of the parts are combined at once."""
 _LAUNCHED = 2048
 """Most instances to launch where rows differ in length. Those without work take a little time each, and start last."""
 _ENOUGH_SPLITS = 4

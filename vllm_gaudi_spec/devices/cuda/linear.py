@@ -311,7 +311,7 @@ def multiply_some_rows(
 def _num_stages(tile_m: int, splits: int, device: torch.device) -> int:
     """Return how many tiles an instance reads ahead.
 
-    Instances that share outputs are few, so each may have a multiprocessor's shared memory; of other instances two
+    Instances that share outputs are few, so each may have a multiprocessor's shared memory; two of the other instances
     share it.
     """
     if splits == 1:

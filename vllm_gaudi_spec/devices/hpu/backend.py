@@ -276,7 +276,7 @@ class HpuAttention(PairAttention):
         call: AttentionCall,
         spec: AttentionLayerSpec,
     ) -> torch.Tensor:
-        """Attend with prompt chunks over everything cached for their rows, themselves included."""
+        """Attend with prompt chunks over everything cached for their rows, including the chunks themselves."""
         query_BHQD = _split_rows(query_THD, call)
         if call.fresh_kv and _sees_all_before(call, spec):
             keys_BKSD, values_BKSD = (_split_rows(part_TKD, call) for part_TKD in call.fresh_kv)

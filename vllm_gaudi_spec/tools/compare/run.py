@@ -47,7 +47,7 @@ SHARE_FOR_KV = 0.9
 
 
 class TaskFailed(Exception):
-    """A task failed, or missed the threshold of its options."""
+    """Raised if a task failed or missed the threshold in its options."""
 
 
 class Comparison:

@@ -22,7 +22,7 @@ _STEPS_BETWEEN_LOOKS = 1000
 
 
 class WrongOptions(Exception):
-    """The engine refuses the options; the message names them and the remedy."""
+    """Raised if the engine refuses the options; the message names them and the remedy."""
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ FINE, PROBLEMS, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 class NotWritten(ValueError):
-    """A file could not be written; the message names it and the reason."""
+    """Raised if a file could not be written; the message names it and the reason."""
 
 
 def add_json(add: Any, what: str) -> None:
@@ -79,7 +79,7 @@ def as_json(value: Any) -> bytes:
 
 
 def _renew(path: Path, content: bytes) -> None:
-    """Replace an existing file, or overwrite it if its folder takes no other file in its place."""
+    """Replace an existing file, or overwrite it if its folder does not allow a replacement."""
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     try:
@@ -196,7 +196,7 @@ def counted(items: Iterable[T], title: str, total: int, done: int = 0) -> Iterat
 def guard(command: str, work: Callable[[], int], *, verbose: bool = False) -> int:
     """Run `work` and return its exit status; report in one line what may end any command.
 
-    With `verbose`, a missing package raises with its traceback.
+    With `verbose`, a missing package is reported with its traceback.
     """
     try:
         status = work()

@@ -18,7 +18,7 @@ _PACKAGES = ("vllm-gaudi-spec", "torch", "transformers", "habana-torch-plugin", 
 
 
 class RecordError(ValueError):
-    """A file is not a readable record; the message is one line and names the file."""
+    """Raised for a file that is not a readable record; the message is one line and names the file."""
 
 
 def read_environment() -> dict[str, str]:
