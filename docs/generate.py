@@ -635,19 +635,6 @@ PARTS: dict[str, Callable[[], str]] = {
             "ours, n-gram, k = 3": "here, n-grams",
         },
     ),
-    "gaudi_graphs": lambda: pick(
-        # The other lists of buckets that were counted are no longer made.
-        (row for row in rows_of("gaudi_graphs") if row["strategy"] == "exponential"),
-        {
-            "requests x context": "requests x context",
-            "k": "k",
-            "decode": "decode",
-            "prompt": "prompt",
-            "finish": "sampling",
-            "report, scores": "report",
-            "all": "all",
-        },
-    ),
 }
 
 
