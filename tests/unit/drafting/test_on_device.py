@@ -151,6 +151,28 @@ def test_row_is_read_although_host_counts_ahead(tmp_path: Path) -> None:
     assert engine.num_accepted == 3, "of the drafts after 27 to 30 tokens only the last are right"
 
 
+@pytest.mark.parametrize("method", ["draft_model", PARALLEL, HEAD, CHAIN])
+@pytest.mark.parametrize("ends_off", [False, True])
+def test_tokens_of_steps_without_drafts_are_read_before_they_count(method: str, ends_off: bool, tmp_path: Path) -> None:
+    """The drafter has read nothing of such steps: neither the row itself nor a row that shares its blocks drafts from
+    them."""
+    engine = engine_of(method, tmp_path, adaptive=True)
+    is_on = True
+    engine.scheduler._step_times.choose = lambda *args, **kwargs: 3 if is_on else 0
+    start(engine, {"a": PROMPTS["a"]})
+    engine.step()
+    is_on = False
+    for _ in range(8):
+        engine.step()
+    if ends_off:
+        engine.finish()
+    is_on = True
+    engine.finish()
+    start(engine, {"b": [*PROMPTS["a"], *engine.texts["a"][:26], 9]})
+    engine.finish()
+    assert engine.num_accepted == engine.num_verified > 20
+
+
 # --- faults ---
 
 
