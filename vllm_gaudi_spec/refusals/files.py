@@ -43,6 +43,8 @@ def other_file_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iter
             yield f"The weights of {model.model} are in GGUF ({gguf[0]}), which is not read; {OTHER_MODEL}."
 
 
+# More than any model has, and built within a minute.
+_MANY_LAYERS = 1000
 _CONSOLIDATED = "consolidated*.safetensors"
 # Values of --load-format for which vLLM's loader reads *.safetensors and one index file; auto chooses one of them.
 _SAFETENSORS_FORMATS = ("hf", "safetensors", "fastsafetensors", "instanttensor")
@@ -59,7 +61,8 @@ def find_weight_files(folder: Path, load_format: str) -> tuple[str, str] | None:
 
 def damage_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     """Yield reasons against incomplete files, on which the loader would fail minutes later in another process."""
-    for folder, load_format in {(Path(model.model), load_format) for model, load_format in list_models(vllm_config)}:
+    for model, load_format in list_models(vllm_config):
+        folder, num_tensors = Path(model.model), 0
         if (read := find_weight_files(folder, load_format)) is None:
             continue
         files, index = read[0], folder / read[1]
@@ -67,12 +70,16 @@ def damage_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
             try:
                 if not file.is_file():  # opening a pipe may never end
                     raise OSError("it is not a file")
-                with safe_open(file, "np"):
-                    pass  # compares the header with the file's length
+                with safe_open(file, "np") as tensors:  # compares the header with the file's length
+                    num_tensors += len(tensors.keys())
             except (OSError, SafetensorError) as error:
                 yield f"{file} is damaged or was only half written ({error}); copy the model again or name another."
         if index.is_file() and (fault := _find_index_fault(index)):
             yield f"{index} {fault}; copy the model again or name another."
+        num_layers = model.get_total_num_hidden_layers()
+        if num_tensors and num_layers > max(num_tensors, _MANY_LAYERS):  # building them might never end
+            fault = f"claims {num_layers} layers, and its files have {num_tensors} tensors"
+            yield f"The configuration of {folder} {fault}; copy the model again or name another."
 
 
 def _find_index_fault(index: Path) -> str | None:
@@ -81,5 +88,5 @@ def _find_index_fault(index: Path) -> str | None:
         names = set(json.loads(index.read_text())["weight_map"].values())
         missing = (name for name in sorted(names) if not (index.parent / name).is_file())
         return next((f"names {name}, which is missing" for name in missing), None)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "names no weights"
