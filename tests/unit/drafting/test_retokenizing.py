@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 from tests.unit.drafting.test_token_bytes import byte_level, random_texts, sentencepiece_bpe, unigram, word_piece
 from vllm_gaudi_spec.drafting.universal.encoder import Encoder
@@ -138,6 +139,16 @@ def test_tokens_beyond_model_are_left_out() -> None:
     found = Encoder(languages.models[1], size).encode("a lovely day")
     assert max(found.ids) < size
     assert len(found.ids) == len(found.ends)
+
+
+def test_backtracking_pattern_raises_exception() -> None:
+    """A panic of the tokenizers library would end the engine."""
+    languages = Languages("sentencepiece", "byte_level")
+    split = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    languages.tokenizers[1].backend_tokenizer.pre_tokenizer = split
+    encoder = Encoder(languages.models[1], len(languages.tokenizers[1]))
+    with pytest.raises(RuntimeError, match="retry-limit"):
+        encoder.encode("a" * 40 + "!")
 
 
 # ---- what has been read --------------------------------------------------------------------------------

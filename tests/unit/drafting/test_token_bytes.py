@@ -321,14 +321,24 @@ def test_slow_sentencepiece_tokenizer_is_read_like_fast_one(tmp_path: Path) -> N
         assert spelled(vocabulary, ids) == b" " + text.encode(), text
 
 
+def replacing(component: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that replaces a character by a thousand, three times over."""
+    module = {"normalizer": normalizers, "decoder": decoders}[component]
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    setattr(tokenizer, component, module.Sequence([module.Replace("a", "a" * 1000)] * 3))
+    return wrapped(tokenizer)
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "reason"),
     [
         (SimpleNamespace(name_or_path="some/model"), "slow tokenizer"),
         (wrapped(Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))), "no decoder"),
         (wrapped(Tokenizer(models.BPE())), "empty"),
+        (replacing("normalizer"), "far longer"),
+        (replacing("decoder"), "far longer"),
     ],
-    ids=["slow", "no_decoder", "empty"],
+    ids=["slow", "no_decoder", "empty", "normalizer_bomb", "decoder_bomb"],
 )
 def test_unreadable_tokenizer_is_refused(tokenizer: Any, reason: str) -> None:
     with pytest.raises(UnsupportedConfigError, match=reason) as caught:

@@ -60,7 +60,12 @@ class Encoder:
         self._backend.post_processor = processors.ByteLevel(trim_offsets=False)
 
     def encode(self, text: str) -> Encoded:
-        found = self._backend.encode(text, add_special_tokens=False)
+        try:
+            found = self._backend.encode(text, add_special_tokens=False)
+        except BaseException as error:  # the library panics if a pattern backtracks too often
+            if type(error).__name__ != "PanicException":
+                raise
+            raise RuntimeError(f"The drafter's tokenizer cannot encode a text: {error}") from error
         pairs = [(token, end) for token, (_, end) in zip(found.ids, found.offsets, strict=True) if token < self._size]
         return Encoded([token for token, _ in pairs], [end for _, end in pairs])
 

@@ -20,12 +20,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_gaudi_spec.config import UnsupportedConfigError, in_one_line
+
+# Replacements of known tokenizers put one character for another; a chain of longer ones could fill the memory.
+_MAX_GROWTH = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +153,9 @@ def _read_pieces(tokenizer: Any) -> _Pieces:
 
 def _read_fast_pieces(tokenizer: Any) -> _Pieces:
     backend = tokenizer.backend_tokenizer
+    components = [*_flatten_steps(backend.normalizer), *_flatten_steps(backend.decoder)]
+    if math.prod(max(len(step.get("content") or ""), 1) for step in components) > _MAX_GROWTH:
+        raise _make_refusal(tokenizer, "its replacements would make a text far longer")
     ids = backend.get_vocab(with_added_tokens=True)
     if not ids:
         raise _make_refusal(tokenizer, "its vocabulary is empty")
