@@ -71,7 +71,7 @@ def answer(
         disable_log_stats=False,
     )
     chats: Any = [[{"role": "user", "content": question}] for question in questions]
-    outputs = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=96), use_tqdm=False)
+    outputs = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=64), use_tqdm=False)
     counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     return [output.outputs[0].text for output in outputs], counters
 
