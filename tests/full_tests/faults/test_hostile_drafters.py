@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm import SamplingParams
 
+from tests.full_tests.engines import engine
 from tests.full_tests.test_refusals import refusal
 from tests.support.marks import quick_and_slow
 
@@ -35,6 +38,10 @@ def change_tensors(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.T
         save_file(change(load_file(file)), file, metadata={"format": "pt"})
 
     return rewrite
+
+
+def fill_tensors(value: float) -> Callable[[Path], None]:
+    return change_tensors(lambda tensors: {name: torch.full_like(each, value) for name, each in tensors.items()})
 
 
 def set_d2t(value: int) -> Callable[[Path], None]:
@@ -62,6 +69,43 @@ def put_pipe(folder: Path) -> None:
     os.mkfifo(folder / WEIGHTS)
 
 
+def link_to_itself(name: str) -> Callable[[Path], None]:
+    def link(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to(name)
+
+    return link
+
+
+def nest_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"a":' * 10**5 + "1" + "}" * 10**5)
+
+
+def change_tokenizer(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        change(tokenizer)
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+    return rewrite
+
+
+def lengthen_texts(tokenizer: dict[str, Any]) -> None:
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+    tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [step] * 3}
+
+
+def add_tokens(first: int, contents: list[str]) -> Callable[[Path], None]:
+    kind = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=False)
+    tokens = [{"id": first + i, "content": content, **kind} for i, content in enumerate(contents)]
+    return change_tokenizer(lambda tokenizer: tokenizer["added_tokens"].extend(tokens))
+
+
+def backtrack(tokenizer: dict[str, Any]) -> None:
+    pattern = {"Regex": "(a+)+$"}
+    tokenizer["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+
+
 # Method, folder of the demo, what is done to it, and words of the refusal.
 CASES: dict[str, tuple[str, str, Callable[[Path], None], str]] = {
     "missing matrices": (
@@ -77,8 +121,32 @@ CASES: dict[str, tuple[str, str, Callable[[Path], None], str]] = {
     "missing layers": ("eagle3", "eagle3", change_config(eagle_aux_hidden_state_layer_ids=[1, 2, 10**9]), "layers [1"),
     "token ids above the vocabulary": ("eagle3", "eagle3", set_d2t(10**6), "outside of the target's vocabulary"),
     "token ids below the vocabulary": ("eagle3", "eagle3", set_d2t(-(10**6)), "outside of the target's vocabulary"),
+    "10 million layers": ("eagle", "eagle", change_config(num_hidden_layers=10**7), "claims 10000000 layers"),
+    "10 million layers of a model": (
+        "draft_model",
+        "target",
+        change_config(num_hidden_layers=10**7),
+        "claims 10000000",
+    ),
+    "a huge vocabulary": ("draft_model", "target", change_config(vocab_size=10**9), "cannot be loaded"),
+    "a huge width": ("eagle", "eagle", change_config(intermediate_size=2**40), "cannot be loaded"),
+    "a file that links to itself": ("eagle", "eagle", link_to_itself("model.safetensors"), "is damaged"),
+    "weights that are no numbers": ("eagle", "eagle", fill_tensors(math.nan), "they contain NaN"),
+    "a nested index": ("eagle", "eagle", nest_index, "names no weights"),
+    "a tokenizer that links to itself": (
+        "universal_draft",
+        "target",
+        link_to_itself("tokenizer.json"),
+        "needs its own tokenizer",
+    ),
+    "a tokenizer that lengthens texts": (
+        "universal_draft",
+        "target",
+        change_tokenizer(lengthen_texts),
+        "make a text far longer",
+    ),
 }
-QUICK = ("missing matrices", "missing layers")
+QUICK = ("missing matrices", "missing layers", "10 million layers")
 
 
 @pytest.mark.parametrize("case", quick_and_slow(QUICK, CASES))
@@ -94,3 +162,35 @@ def test_hostile_drafter_is_refused(case: str, tmp_path: Path) -> None:
 def test_damaged_target_is_refused(looping_llama: str, tmp_path: Path) -> None:
     truncate(shutil.copytree(looping_llama, tmp_path / "target"))
     assert "is damaged or was only half written" in refusal(str(tmp_path / "target"))
+
+
+# Drafters that are odd and can be served; the drafts may be wrong, and the texts may not.
+SERVED: dict[str, tuple[str, str, Callable[[Path], None], dict[str, str]]] = {
+    "infinite weights": ("eagle", "eagle", fill_tensors(math.inf), {}),
+    "folders that link to themselves": ("eagle", "eagle", lambda folder: (folder / "again").symlink_to(folder), {}),
+    "a pattern that backtracks": (
+        "universal_draft",
+        "target",
+        change_tokenizer(backtrack),
+        {"universal_context": "retokenize"},
+    ),
+    "300,000 added tokens": ("universal_draft", "target", add_tokens(1024, [f"<{i}>" for i in range(300_000)]), {}),
+    "a token of 20 million letters": ("universal_draft", "target", add_tokens(1024, ["a" * 20_000_000]), {}),
+    "a token id of 2 billion": ("universal_draft", "target", add_tokens(2 * 10**9, ["<huge>"]), {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SERVED)
+def test_odd_drafter_changes_no_text(case: str, tmp_path: Path) -> None:
+    method, name, damage, options = SERVED[case]
+    folder = shutil.copytree(DEMO / name, tmp_path / "drafter")
+    damage(folder)
+    spec_config = dict(method=method, model=str(folder), num_speculative_tokens=3)
+    prompts = ["the cat sat", "a" * 40 + "!"]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    texts = []
+    for drafts in ({}, dict(speculative_config=spec_config, additional_config={"gaudi_spec": options})):
+        with engine(TARGET, **drafts) as llm:
+            texts.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+    assert texts[0] == texts[1]
