@@ -1,8 +1,9 @@
 """Test another release of vLLM on the emulated Gaudi: `make verify-next VLLM=PATH`.
 
-PATH is vLLM's source distribution, or a folder with it unpacked. Nothing is built or installed: the sources come before
-the installed vLLM on the path, so they run without compiled parts, on the installed torch. First it lists the names of
-vLLM that our modules import and the release no longer has, then it imports all modules and runs the tests.
+PATH is vLLM's source distribution, a folder with it unpacked, or a git checkout that has the tags of releases. Nothing
+is built or installed: the sources come before the installed vLLM on the path, so they run without compiled parts, on
+the installed torch. First it lists the names of vLLM that our modules import and the release no longer has, then it
+imports all modules and runs the tests.
 """
 
 import ast
@@ -28,10 +29,12 @@ SUITES = {
 
 
 def used_names(source: str) -> Iterator[tuple[str, str]]:
-    """Yield each module of vLLM and name that a source imports, except where it asks for the release (`FROM_...`)."""
+    """Yield each module of vLLM and name that a source imports on the newest release (`if FROM_...:`)."""
     for statement in ast.parse(source).body:
         nodes = [*ast.walk(statement)]
-        if any(isinstance(node, ast.Name) and node.id.startswith("FROM_") for node in nodes):
+        if isinstance(statement, ast.If) and ast.unparse(statement.test).startswith("FROM_"):
+            nodes = [node for child in statement.body for node in ast.walk(child)]
+        elif any(isinstance(node, ast.Name) and node.id.startswith("FROM_") for node in nodes):
             continue
         for node in nodes:
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
@@ -65,16 +68,26 @@ def lay_out(source: Path) -> tuple[Path, str]:
             archive.extractall(STATE, filter="data")
             source = STATE / archive.getnames()[0].split("/")[0]
     info = source / "PKG-INFO"
-    if not (source / "vllm" / "__init__.py").is_file() or not info.is_file():
-        raise SystemExit(f"error: {source} is no source distribution of vLLM: it has no vllm/ or no PKG-INFO")
-    version = re.findall(r"(?m)^Version: (\S+)", info.read_text())[0]
+    if not (source / "vllm" / "__init__.py").is_file() or not (info.is_file() or (source / ".git").exists()):
+        raise SystemExit(
+            f"error: {source} is no source distribution or checkout of vLLM: it needs vllm/, and PKG-INFO or .git"
+        )
+    metadata = info.read_text() if info.is_file() else describe_checkout(source)
+    version = re.findall(r"(?m)^Version: (\S+)", metadata)[0]
     site = STATE / f"site-{version}"
-    metadata = site / f"vllm-{version}.dist-info"
-    metadata.mkdir(parents=True, exist_ok=True)
-    (metadata / "METADATA").write_text(info.read_text())
+    folder = site / f"vllm-{version}.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "METADATA").write_text(metadata)
     (site / "vllm").unlink(missing_ok=True)
     (site / "vllm").symlink_to((source / "vllm").resolve())
     return site, version
+
+
+def describe_checkout(source: Path) -> str:
+    """Return package metadata whose version is the newest tag before the commit (v0.33.1rc0-12-gabc: 0.33.1rc0)."""
+    command = ["git", "-C", str(source), "describe", "--tags", "--match", "v[0-9]*"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return f"Metadata-Version: 2.1\nName: vllm\nVersion: {found.strip().removeprefix('v').split('-')[0]}\n"
 
 
 def run_suite(name: str, folder: str, marks: str, environment: dict[str, str]) -> bool:
