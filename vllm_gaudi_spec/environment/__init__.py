@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -167,30 +166,9 @@ def list_set_variables() -> dict[Variable, str]:
     return {variable: os.environ[variable.name] for variable in VARIABLES if is_set(variable.name)}
 
 
-_RELATED = ("VGS_", "VLLM_", "PT_", "HABANA_", "HCCL_", "ENABLE_", "RUNTIME_", "FUSER_", "ASCEND_", "TORCH", "OMP_")
-SECRET_WORDS = (
-    "(?:api|access|private)[_-]?key",
-    "token(?!izer|s|_id|_budget)",
-    "secret",
-    "passw(?:or)?d",
-    "credential",
-)
-"""Regular expressions for the names of variables and options whose values are nobody else's business."""
-
-
-def list_related_variables() -> dict[str, str]:
-    """Return the variables of the table that are set, and those of vLLM and of vendors."""
-    names = {variable.name for variable in VARIABLES}
-    return {name: os.environ[name] for name in sorted(os.environ) if name in names or name.startswith(_RELATED)}
-
-
-def is_secret(name: str) -> bool:
-    return re.search("|".join(SECRET_WORDS), name, re.IGNORECASE) is not None
-
-
-def list_secrets() -> list[str]:
-    """Return the values of variables whose names say that they are secret."""
-    return [value for name, value in os.environ.items() if is_secret(name)]
+def list_all_variables() -> dict[str, str]:
+    """Return every variable of this process, secrets included."""
+    return dict(os.environ)
 
 
 def list_allowed_plugins() -> set[str] | None:

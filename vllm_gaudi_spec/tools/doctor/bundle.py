@@ -29,7 +29,17 @@ _SHORTEST = 4
 _SHORTEST_NAME = 2
 # Accounts of images. They say nothing about a person, and "vllm" is in every line.
 _COMMON_NAMES = frozenset(("root", "user", "ubuntu", "vllm", "habana", "localhost"))
-_WORDS = "|".join(environment.SECRET_WORDS)
+# In the names of variables and options whose values are nobody else's business.
+_WORDS = "|".join(
+    (
+        "(?:api|access|private)[_-]?key",
+        "token(?!izer|s|_id|_budget)",
+        "secret",
+        "passw(?:or)?d",
+        "credential",
+    )
+)
+_RELATED = ("VGS_", "VLLM_", "PT_", "HABANA_", "HCCL_", "ENABLE_", "RUNTIME_", "FUSER_", "ASCEND_", "TORCH", "OMP_")
 _NAMED = rf"(?:{_WORDS})[\w-]*['\"]?\s*[=:]\s*"
 _FORMS = [
     (re.compile(form), replacement)
@@ -66,7 +76,7 @@ def write_bundle(found: dict[str, Any], options: dict[str, Any] | None, log: str
     contents = {
         "doctor.json": found,
         "configuration.json": options,
-        "environment.json": environment.list_related_variables(),
+        "environment.json": _list_related_variables(),
         "versions.json": dict(sorted((str(one.metadata["Name"]), str(one.version)) for one in distributions())),
         "selftest.json": run_self_test(),
     }
@@ -94,6 +104,17 @@ def run_self_test() -> dict[str, Any]:
     return {"status": done.returncode, "result": result, "messages": done.stderr}
 
 
+def _list_related_variables() -> dict[str, str]:
+    """Return the variables of the table that are set, and those of vLLM and of vendors."""
+    names = {variable.name for variable in environment.VARIABLES}
+    found = environment.list_all_variables()
+    return {name: found[name] for name in sorted(found) if name in names or name.startswith(_RELATED)}
+
+
+def _is_secret(name: str) -> bool:
+    return re.search(_WORDS, name, re.IGNORECASE) is not None
+
+
 def _read_end(path: Path) -> str:
     with path.open("rb") as file:
         size = file.seek(0, io.SEEK_END)
@@ -114,7 +135,13 @@ class Mask:
             names.add(getpass.getuser())
         # The longest first, because one secret may be a part of another.
         self._secrets = sorted(
-            (one for one in environment.list_secrets() if len(one) >= _SHORTEST), key=len, reverse=True
+            (
+                value
+                for name, value in environment.list_all_variables().items()
+                if _is_secret(name) and len(value) >= _SHORTEST
+            ),
+            key=len,
+            reverse=True,
         )
         words = [name for name in names - _COMMON_NAMES if len(name) >= _SHORTEST_NAME]
         self._names = re.compile("|".join(rf"\b{re.escape(word)}\b" for word in words)) if words else None
@@ -133,7 +160,7 @@ class Mask:
         """Return a value of JSON with its texts masked."""
         if isinstance(value, dict):
             return {
-                self.text(str(key)): _MASK if environment.is_secret(str(key)) and item else self.apply(item)
+                self.text(str(key)): _MASK if _is_secret(str(key)) and item else self.apply(item)
                 for key, item in value.items()
             }
         if isinstance(value, (list, tuple)):
