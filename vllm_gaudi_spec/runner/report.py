@@ -180,12 +180,13 @@ class Report(AsyncModelRunnerOutput):
         if step.verification is None or step.verification.num_drafts_B is None:
             return CountedOutput(**common)
         verified = dict(zip(names[: len(sampled)], step.verification.num_drafts_B.tolist(), strict=False))
+        failed = {req_id: number for req_id, number in verified.items() if number < 0}
         return SpeculativeOutput(
             **common,
-            num_real_drafts={req_id: max(number, 0) for req_id, number in verified.items()},
+            num_real_drafts=verified | dict.fromkeys(failed, 0),
             started=tuple(request.req_id for request in step.started),
-            why={req_id: _REASONS[number] for req_id, number in verified.items() if number < 0},
-            draft_rounds=[*_verified_round(verified), *step.draft_rounds],
+            why={req_id: _REASONS[number] for req_id, number in failed.items()},
+            draft_rounds=[*_verified_round(verified, failed), *step.draft_rounds],
         )
 
 
@@ -201,10 +202,10 @@ def copy_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 _REASONS = {FAULTY: NoDraftReason.FAULT, UNVERIFIED: NoDraftReason.UNVERIFIED}
 
 
-def _verified_round(verified: dict[str, int]) -> list[DraftRound]:
+def _verified_round(verified: dict[str, int], failed: dict[str, int]) -> list[DraftRound]:
     """Return what the device observed of the round whose drafts this step verified."""
-    faulty = tuple(req_id for req_id, number in verified.items() if number == FAULTY)
-    worked = any(number > 0 or number == UNVERIFIED for number in verified.values())
+    faulty = tuple(req_id for req_id, number in failed.items() if number == FAULTY)
+    worked = max(verified.values(), default=0) > 0 or UNVERIFIED in failed.values()
     return [DraftRound(faulty, worked)] if faulty or worked else []
 
 

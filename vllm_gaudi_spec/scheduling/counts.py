@@ -61,14 +61,14 @@ class DraftCounts:
             self._logged.pop(req_id, None)
 
     def count(self, requests: Mapping[str, Request], output: SpeculativeOutput) -> None:
-        verified, chosen, reasons = Counter[str](), Counter[str](), Counter[str]()
+        verified, chosen, reasons = Counter[int](), Counter[int](), Counter[str]()
         for req_id, num_drafts in output.num_real_drafts.items():
             request = requests.get(req_id)
             if request is None or request.is_finished() or req_id in output.started or _is_dropped(request):
                 continue
             max_drafts, skip_reason = self._choices.get(req_id, (self._num_drafts, ""))
-            verified[str(num_drafts)] += 1
-            chosen[str(max_drafts)] += 1
+            verified[num_drafts] += 1
+            chosen[max_drafts] += 1
             if not num_drafts:
                 reason = self._reason(request, output.why.get(req_id, ""), skip_reason)
                 reasons[reason] += 1
@@ -81,7 +81,7 @@ class DraftCounts:
             (metrics.ROWS_WITHOUT_DRAFTS, reasons),
         ):
             for value, more in rows.items():
-                self._metrics.count(name, more, value)
+                self._metrics.count(name, more, str(value))
 
     def _reason(self, request: Request, reported: str, skip_reason: str) -> str:
         assert request.sampling_params is not None
