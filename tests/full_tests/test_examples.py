@@ -37,15 +37,16 @@ def python(name: str, *options: str) -> subprocess.CompletedProcess[str]:
     return example(sys.executable, str(EXAMPLES / name), *options)
 
 
-def test_universal_drafting_example(looping_llama: str, cousin: str) -> None:
-    done = python("universal_drafting.py", "--model", looping_llama, "--draft", cousin)
+def test_universal_drafting_example(looping_llama: str) -> None:
+    """With the target as its own drafter, most drafts are accepted."""
+    done = python("universal_drafting.py", "--model", looping_llama, "--draft", looping_llama)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("\nWhy is the sky blue?\n") == 1
     assert "100% of the target's tokens have a counterpart" in done.stdout
     found = re.fullmatch(r"(\d+) tokens; (\d+) were drafted, (\d+) of them accepted", done.stdout.splitlines()[-1])
     assert found is not None, done.stdout
     tokens, drafted, accepted = map(int, found.groups())
-    assert 0 < accepted <= drafted
+    assert drafted / 2 < accepted <= drafted
     assert accepted < tokens <= 3 * 48
 
 
