@@ -2,8 +2,9 @@
 
 .venv/bin/python examples/measure_drafter.py [--model TARGET --draft DRAFTER --prompts prompts.txt]
 
-One run at the largest k is enough: the acceptance of each position gives the mean acceptance length for every smaller
-k. These lengths do not depend on the machine, so a drafter can be judged on a CPU before it is served on a card.
+One run at the largest k is enough for drafters that draft token by token: the acceptance of each position gives the
+mean acceptance length for every smaller k. These lengths do not depend on the machine, so a drafter can be judged on a
+CPU before it is served on a card.
 """
 
 import argparse
@@ -44,12 +45,14 @@ def main() -> None:
         disable_log_stats=False,  # for the metrics below
     )
     questions = options.prompts.read_text().splitlines() if options.prompts else QUESTIONS
-    chats: Any = [[{"role": "user", "content": question}] for question in questions]
+    chats: Any = [[{"role": "user", "content": question}] for question in questions if question.strip()]
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=0)
     llm.chat(chats, params, use_tqdm=False)
 
     metrics: dict[str, Any] = {metric.name: metric for metric in llm.get_metrics()}
     rounds = metrics["vllm:spec_decode_num_drafts"].value
+    if not rounds:
+        raise SystemExit("Nothing was drafted; ask more or longer questions.")
     accepted = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values
     rows = []
     print("k  acceptance of position k  mean acceptance length  a draft token may cost")

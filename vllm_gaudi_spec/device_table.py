@@ -115,10 +115,6 @@ def missing_software(device: str) -> str | None:
     return software if software is not None and find_spec(software) is None else None
 
 
-def is_vendor_package(package: str) -> bool:
-    return any(package == entry.software for entry in DEVICES.values())
-
-
 def cards(device: str, root: Path = Path("/")) -> list[str]:
     """List the device files of the cards of a kind."""
     folders = ((root / folder.removeprefix("/"), pattern) for folder, pattern in DEVICES[device].nodes)

@@ -50,9 +50,9 @@ class SpecSchedulerOutput(SchedulerOutput):
     state_saves: dict[str, int] = field(default_factory=dict)
     """Maps a request whose recurrent state is kept to the slot to write after the forwards."""
     is_audit: bool = False
-    """Whether the step's requests are an audit's. What the scheduler learns when the step is done."""
+    """Whether the step's requests are an audit's. The scheduler reads it when the step is done."""
     adaptive_step: AdaptiveStep | None = None
-    """None without adaptive verification. For the scheduler, when the step is done."""
+    """None without adaptive verification. The scheduler reads it when the step is done."""
 
 
 # --- from a worker ---

@@ -46,12 +46,6 @@ def explain_unusable_vllm() -> str | None:
     return explain_wrong_vllm()
 
 
-def has_mismatched_torchvision() -> bool:
-    """Whether a CUDA build of torchvision is installed beside a CPU build of torch."""
-    torch, vision = installed("torch"), installed("torchvision")
-    return vision is not None and "+cpu" not in vision and (torch or "").endswith("+cpu")
-
-
 def explain_wrong_vllm() -> str | None:
     """Return why the installed release of vLLM is not supported, or None if it is supported or unknown."""
     found = installed_vllm()

@@ -11,6 +11,7 @@ from vllm.utils import torch_utils
 
 from vllm_gaudi_spec import device_table, versions
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.tools.doctor import settings
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_mismatched_torchvision_build_is_detected(
         return found[name]
 
     monkeypatch.setattr(versions, "version", find)
-    assert versions.has_mismatched_torchvision() is not fits
+    assert settings.has_mismatched_torchvision() is not fits
 
 
 def test_vllm_does_not_take_another_platform_where_this_one_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,12 +37,12 @@ LEFT_OUT = {
     "test_vision_resolutions.py": "nothing of the card",
 }
 
-_TOPK = "topk with sorted=False, which bridge 1.19 refuses, and so does the hostile card (lesson O08)"
+_TOPK = "topk with sorted=False, which bridge 1.19 refuses, and so does the hostile card (quirk O08)"
 _AUTOGRAD = "autograd asks torch's C++ which accelerator there is, and the emulated card is none for it"
 
 # By the beginning of a test's id.
 _BYTES = (
-    "safetensors uploads bytes and views them as e4m3 on the card, which converts numbers in lazy mode (lesson O39); "
+    "safetensors uploads bytes and views them as e4m3 on the card, which converts numbers in lazy mode (quirk O39); "
     "vllm-gaudi's CI runs in eager mode"
 )
 

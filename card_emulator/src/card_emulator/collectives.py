@@ -44,7 +44,7 @@ _REDUCTIONS = ("allreduce_", "reduce_", "reduce_scatter_", "_reduce_scatter_base
 
 def _check_on_a_gaudi(info: OpInfo, name: str, args: Sequence[Any]) -> None:
     """HCCL moves words of two or four bytes and sums only float32 and bfloat16; other sums go through float32 (bridge
-    1.19, hccl_kernels.cpp and process_group_lazy_hccl.cpp). Create a communicator at its first collective."""
+    1.19, hccl_kernels.cpp and process_group_lazy_hccl.cpp). A group's first collective creates its communicator."""
     tensors = list(_tensors(args))
     for tensor in tensors:
         if tensor.element_size() == 1 and tensor.numel() % 2:

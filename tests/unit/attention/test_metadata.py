@@ -10,7 +10,7 @@ from vllm_gaudi_spec.attention.metadata import Blocks, build_columns, build_rect
 
 
 class NoPermutedInt64(TorchDispatchMode):
-    """Fails on a permutation of int64, which breaks a Gaudi's compiled graph (lesson C16)."""
+    """Fails on a permutation of int64, which breaks a Gaudi's compiled graph (quirk C16)."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         permutes = operation in (torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.aten.transpose.int)

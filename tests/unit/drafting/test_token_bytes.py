@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
@@ -321,12 +321,16 @@ def test_slow_sentencepiece_tokenizer_is_read_like_fast_one(tmp_path: Path) -> N
         assert spelled(vocabulary, ids) == b" " + text.encode(), text
 
 
-def replacing(component: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer that replaces a character by a thousand, three times over."""
+def lengthening(component: str, *steps: Any) -> PreTrainedTokenizerFast:
     module = {"normalizer": normalizers, "decoder": decoders}[component]
     tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-    setattr(tokenizer, component, module.Sequence([module.Replace("a", "a" * 1000)] * 3))
+    setattr(tokenizer, component, module.Sequence(list(steps)))
     return wrapped(tokenizer)
+
+
+REPLACE_BY_MANY = ("a", "a" * 1000)
+INSERT = (Regex("(?=.)"), "a")
+PREPEND = [normalizers.Prepend("b" * 1000), normalizers.Replace("b", "c" * 256)]
 
 
 @pytest.mark.parametrize(
@@ -335,10 +339,12 @@ def replacing(component: str) -> PreTrainedTokenizerFast:
         (SimpleNamespace(name_or_path="some/model"), "slow tokenizer"),
         (wrapped(Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))), "no decoder"),
         (wrapped(Tokenizer(models.BPE())), "empty"),
-        (replacing("normalizer"), "far longer"),
-        (replacing("decoder"), "far longer"),
+        (lengthening("normalizer", *[normalizers.Replace(*REPLACE_BY_MANY)] * 3), "far longer"),
+        (lengthening("decoder", *[decoders.Replace(*REPLACE_BY_MANY)] * 3), "far longer"),
+        (lengthening("decoder", *[decoders.Replace(*INSERT)] * 20), "far longer"),
+        (lengthening("normalizer", *PREPEND), "far longer"),
     ],
-    ids=["slow", "no_decoder", "empty", "normalizer_bomb", "decoder_bomb"],
+    ids=["slow", "no_decoder", "empty", "long_normalizer", "long_decoder", "insertions", "prepended"],
 )
 def test_unreadable_tokenizer_is_refused(tokenizer: Any, reason: str) -> None:
     with pytest.raises(UnsupportedConfigError, match=reason) as caught:

@@ -57,7 +57,7 @@ def lose_small_numbers(arithmetic: HostArithmetic, x: torch.Tensor, inverse: tor
 
 
 def overflow(arithmetic: HostArithmetic, x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """Overflow as older releases of torch do, and a card may (lesson Q01)."""
+    """Overflow as older releases of torch do, and a card may (quirk Q01)."""
     return plain_cast(arithmetic, x, inverse).masked_fill((x * inverse).abs() > 464.0, torch.nan)
 
 
@@ -68,7 +68,7 @@ def casting(cast: Callable[..., torch.Tensor]) -> Callable[[float], HostArithmet
 @pytest.mark.parametrize(
     ("arithmetic", "found"),
     [
-        # This cast multiplies by the scale itself (lesson Q05).
+        # This cast multiplies by the scale itself (quirk Q05).
         (casting(lambda own, x, inverse: plain_cast(own, x, 1 / inverse)), r"and not as .* in a chunk, by scale 0\.25"),
         (lambda largest: HostArithmetic(240.0), r"reads as -?60 and not as -?64 in a chunk, by scale 0\.25"),
         (casting(overflow), r"reads as nan and not as .* in a chunk, by scale 0\.25"),
@@ -215,7 +215,7 @@ class WritesPadding(CardAttention):
 
 
 class LosesGroups(CardAttention):
-    """Spoils the groups after the first in long chunks, as a Gaudi 3 was seen to: lesson A31."""
+    """Spoils the groups after the first in long chunks, as a Gaudi 3 was seen to: quirk A31."""
 
     def attend(self, query_THD: Any, kv_cache: Any, call: Any, spec: Any) -> torch.Tensor:
         attended = super().attend(query_THD, kv_cache, call, spec)
@@ -244,7 +244,7 @@ def sees_padding(num_queries: int) -> DeviceBackend:
 
 
 def ends_after_512_keys(num_queries: int) -> DeviceBackend:
-    """Ignore keys after the first 512, as an NPU does (lesson A01)."""
+    """Ignore keys after the first 512, as an NPU does (quirk A01)."""
 
     def change(call: AttentionCall, spec: Any) -> tuple[AttentionCall, Any]:
         return replace(call, starts_B=call.starts_B.clamp(max=512 - num_queries), _plans={}), spec

@@ -221,7 +221,7 @@ class VisibleRunner(MoERunner):
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Scale as vLLM does, but not in place.
 
-        With several ranks the outputs are views, and a captured graph on a Gaudi cannot write through views (lesson
+        With several ranks the outputs are views, and a captured graph on a Gaudi cannot write through views (quirk
         L06).
         """
         factor = self.routed_scaling_factor

@@ -32,7 +32,8 @@ _MOST_ARRIVALS = 4096
 _COMBINED = 8192
 """How many values of the parts are combined at once."""
 _LAUNCHED = 2048
-"""Most instances to launch where rows differ in length. Those without work take a little time each, and start last."""
+"""Most instances to launch where rows differ in length. Those without work take a little time each, and mostly start
+last, so that a long row among short ones ends later, and all other batches end earlier."""
 _ENOUGH_SPLITS = 4
 """Batches of few rows have more splits than this, so one long row does not hold up the others."""
 

@@ -69,7 +69,7 @@ def _import_bridge() -> Any:
 
 
 def _keep_states_apart() -> None:
-    """Disable input reuse in a bridge that torch loaded by itself, before our default was in the environment (lesson
+    """Disable input reuse in a bridge that torch loaded by itself, before our default was in the environment (quirk
     C33)."""
     found: Any = sys.modules.get("habana_frameworks.torch.dynamo.compile_backend.config")
     if INPUT_REUSE.value == "0" and hasattr(found, "enable_synapse_input_reuse"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.drafting.universal.token_bytes import encode
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer
@@ -60,12 +61,7 @@ class Encoder:
         self._backend.post_processor = processors.ByteLevel(trim_offsets=False)
 
     def encode(self, text: str) -> Encoded:
-        try:
-            found = self._backend.encode(text, add_special_tokens=False)
-        except BaseException as error:  # the library panics if a pattern backtracks too often
-            if type(error).__name__ != "PanicException":
-                raise
-            raise RuntimeError(f"The drafter's tokenizer cannot encode a text: {error}") from error
+        found = encode(self._backend, text)
         pairs = [(token, end) for token, (_, end) in zip(found.ids, found.offsets, strict=True) if token < self._size]
         return Encoded([token for token, _ in pairs], [end for _, end in pairs])
 

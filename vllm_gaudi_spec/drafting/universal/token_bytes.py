@@ -29,7 +29,7 @@ from typing import Any
 from vllm_gaudi_spec.config import UnsupportedConfigError, in_one_line
 
 # Replacements of known tokenizers put one character for another; a chain of longer ones could fill the memory.
-_MAX_GROWTH = 256
+_MAX_GROWTH = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +153,11 @@ def _read_pieces(tokenizer: Any) -> _Pieces:
 
 def _read_fast_pieces(tokenizer: Any) -> _Pieces:
     backend = tokenizer.backend_tokenizer
-    components = [*_flatten_steps(backend.normalizer), *_flatten_steps(backend.decoder)]
-    if math.prod(max(len(step.get("content") or ""), 1) for step in components) > _MAX_GROWTH:
+    try:
+        components = [*_flatten_steps(backend.normalizer), *_flatten_steps(backend.decoder)]
+    except Exception as error:
+        raise _make_refusal(tokenizer, f"its normalizer or decoder cannot be read ({error})") from error
+    if math.prod(map(_bound_growth, components)) > _MAX_GROWTH:
         raise _make_refusal(tokenizer, "its replacements would make a text far longer")
     ids = backend.get_vocab(with_added_tokens=True)
     if not ids:
@@ -175,8 +178,26 @@ def _read_fast_pieces(tokenizer: Any) -> _Pieces:
         special=special,
         added=added | special,
         fallback=fallback,
-        encode=lambda text: backend.encode(text, add_special_tokens=False).ids,
+        encode=lambda text: encode(backend, text).ids,
     )
+
+
+def _bound_growth(step: dict[str, Any]) -> int:
+    """Return by what factor a step of a normalizer or decoder may lengthen a text."""
+    num_added = len(step.get("content") or "") + len(step.get("prepend") or "")
+    # Anything but a literal text may match between any two characters, which stay.
+    is_literal = bool((step.get("pattern") or {}).get("String"))
+    return max(num_added + (not is_literal), 1)
+
+
+def encode(backend: Any, text: str) -> Any:
+    """Return a fast tokenizer's encoding of a text, or raise RuntimeError if it cannot encode it."""
+    try:
+        return backend.encode(text, add_special_tokens=False)
+    except BaseException as error:  # the library panics if a pattern backtracks too often
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RuntimeError(f"The drafter's tokenizer cannot encode a text: {error}") from error
 
 
 def _read_sentencepiece_pieces(tokenizer: Any) -> _Pieces:
@@ -381,7 +402,7 @@ def _index_by_bytes(pieces: _Pieces, by_id: Sequence[bytes | None]) -> dict[byte
 
 def _choose_emitted(pieces: _Pieces, by_id: Sequence[bytes | None], piece: bytes, candidates: list[int]) -> int:
     # After a line break no tokenizer adds the leading space that some add to a text.
-    with contextlib.suppress(UnicodeDecodeError):
+    with contextlib.suppress(UnicodeDecodeError, RuntimeError):
         text = piece.decode()
         for front in ("", "\n"):
             ids = pieces.encode(front + text)

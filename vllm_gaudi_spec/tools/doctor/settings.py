@@ -15,6 +15,12 @@ from vllm_gaudi_spec.tools.doctor import cann
 from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem, refusal, warning
 
 
+def has_mismatched_torchvision() -> bool:
+    """Whether a CUDA build of torchvision is installed beside a CPU build of torch."""
+    torch, vision = versions.installed("torch"), versions.installed("torchvision")
+    return vision is not None and "+cpu" not in vision and (torch or "").endswith("+cpu")
+
+
 def list_variables() -> list[dict[str, str]]:
     """Return the documented variables that are set, with their meanings."""
     return [
@@ -120,7 +126,7 @@ def check_versions() -> Iterator[Finding]:
             yield problem(name, "is not installed", "run `make setup`, or use the vendor's image")
         elif name != "vllm-gaudi-spec":  # reported by its entry points
             yield warning(name, "is not installed", "run `make setup`, or pip install it")
-    if versions.has_mismatched_torchvision():
+    if has_mismatched_torchvision():
         found = versions.installed("torchvision")
         yield note(
             "torchvision",

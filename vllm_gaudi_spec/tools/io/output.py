@@ -218,9 +218,9 @@ def guard(command: str, work: Callable[[], int], *, verbose: bool = False) -> in
 
 
 def _explain_how_to_get(package: str) -> str:
-    from vllm_gaudi_spec.device_table import EMULATOR, GET_EMULATOR, is_vendor_package
+    from vllm_gaudi_spec.device_table import DEVICES, EMULATOR, GET_EMULATOR
 
-    if is_vendor_package(package):
+    if any(package == entry.software for entry in DEVICES.values()):
         return "use the image of the card's vendor, which has it"
     return GET_EMULATOR if package == EMULATOR else "run `make setup`, or install this package again"
 
