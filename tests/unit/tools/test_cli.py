@@ -83,11 +83,6 @@ def test_commands_report_missing_packages_with_the_standard_library_alone(tmp_pa
         ["graph-check", "--speculative-config", '{"method": "draft_model", "model": "./no"}'],
         ["graph-check", "--json", "/tmp"],
         ["graph-check", "--device", "hpu"],
-        ["demo", "--task", "ngram", "--draft_model", "some/model"],
-        ["demo", "--task", "ngram", "--acceptance", "strict", "block"],
-        ["demo", "--task", "eagle", "mtp"],
-        ["demo", "--task", "universal_draft", "--model", "some/model"],
-        ["demo", "--task", "baseline", "--assert-accept-rate", "0.5"],
         ["demo", "--model", "/no/such"],
         ["demo", "--json", "/no/such/folder/run.json"],
         ["demo", "--report", "/no/such/folder/page.html"],
@@ -108,6 +103,23 @@ def test_wrong_options_end_with_status_2(
     error = capsys.readouterr().err
     assert not words or error.startswith("gaudi-spec")
     assert not words or error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("ngram --draft_model some/model", "needs no draft model"),
+        ("ngram --acceptance strict block", "at most one rule"),
+        ("eagle mtp", "no common target"),
+        ("universal_draft --model some/model", "needs --draft"),
+        ("baseline --assert-accept-rate 0.5", "drafts nothing"),
+    ],
+)
+def test_demo_refuses_contradictory_options(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("demo", "--task", *words.split()) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["demo", "selftest", "graph-check"])

@@ -49,3 +49,11 @@ def test_a_protected_file_is_not_replaced(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(output.NotWritten, match="Permission denied"):
         output.write("--json", file, b"new")
     assert file.read_text() == "old"
+
+
+def test_mistakes_are_found_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for fine in (None, "-", "run.json"):
+        assert output.find_mistake("--json", fine) is None
+    # A model's name after --json is taken for a file.
+    assert "put --json last" in str(output.find_mistake("--json", "some/model"))
