@@ -9,7 +9,7 @@ from vllm_gaudi_spec.tools.doctor import pair
 
 @pytest.mark.slow
 def test_doctor_estimates_the_memory_of_the_worker(looping_llama: str, stranger: str) -> None:
-    """Laws of drafts and the drafter's slab."""
+    """The estimate covers the distributions of drafts and the drafter's slab."""
     drafting = dict(method="universal_draft", model=stranger, num_speculative_tokens=3)
     sampled = dict(draft_sample_method="probabilistic", rejection_sample_method="standard")
     own = dict(gaudi_spec=dict(universal_context="retokenize", universal_kv_len=96))
