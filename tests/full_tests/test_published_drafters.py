@@ -22,7 +22,7 @@ NUM_TOKENS = 30
 LENGTHS = [25, 73, 11, 60, 40, 7]
 # Chunked prompts, and windows that texts outgrow.
 OPTIONS = dict(max_model_len=128, max_num_batched_tokens=64)
-QUICK = ("gpt-oss-20b-DFlash", "dspark_qwen3_8b_block7")
+QUICK = ("gpt-oss-20b-DFlash", "Qwen3-4B-speculator.dflash2", "dspark_qwen3_8b_block7")
 
 
 @pytest.mark.parametrize("name", quick_and_slow(QUICK, PUBLISHED))
