@@ -16,11 +16,13 @@ from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend
 from tests.support.small_engine import (
     _HASHED,
     ASSISTANT,
+    BLOCK,
     BLOCK_DRAFTER,
     CHAIN,
     HEAD,
     HEADS,
     PARALLEL,
+    PARALLEL_HEAD,
     ROOMY,
     SmallEngine,
     Variant,
@@ -36,7 +38,10 @@ from vllm_gaudi_spec.records import DraftRound, Hidden
 PROMPTS = {"a": [20, 21, 22], "b": list(range(30, 56)), "c": [9], "d": [7, 8]}
 MAX_TOKENS = 30
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
+WITHOUT_DRAFTS = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, extra_args={"num_speculative_tokens": 0})
 METHODS = ["draft_model", PARALLEL, BLOCK_DRAFTER, *HEADS]
+SCARCE = 17
+"""Number of KV blocks, including block 0, of which one request of the maximum length needs all."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +50,8 @@ def as_in_a_worker() -> Iterator[None]:
         yield
 
 
-def engine_of(method: str, folder: Path, *, num_drafts: int = 3, **options: Any) -> SmallEngine:
-    return SmallEngine(Variant(method, num_blocks=ROOMY, num_drafts=num_drafts, **options), folder)
+def engine_of(method: str, folder: Path, *, num_blocks: int = ROOMY, **options: Any) -> SmallEngine:
+    return SmallEngine(Variant(method, num_blocks=num_blocks, **options), folder)
 
 
 def start(engine: SmallEngine, prompts: dict[str, list[int]] = PROMPTS) -> None:
@@ -57,6 +62,25 @@ def start(engine: SmallEngine, prompts: dict[str, list[int]] = PROMPTS) -> None:
             engine.step()
 
 
+def serve(engine: SmallEngine, name: str, prompt: list[int], params: SamplingParams = GREEDY) -> list[int]:
+    """Run a request to its end and return its blocks."""
+    engine.add(name, prompt, params)
+    while name not in engine.ended:
+        engine.step()
+    blocks = engine.held[name].blocks
+    engine.finish()
+    return blocks
+
+
+def find_shared(blocks: list[int], other: list[int]) -> set[int]:
+    return {block for block, same in zip(blocks, other, strict=False) if block == same}
+
+
+def extend(engine: SmallEngine, name: str, prompt: list[int]) -> list[int]:
+    """Return a prompt that shares a beginning of 28 tokens or more with a request that has ended."""
+    return [*[*prompt, *engine.texts[name]][:30], 9]
+
+
 def find_sums(text: list[int]) -> list[int]:
     """Return the number from which the token after each position follows."""
     return (_number(torch.tensor(text), torch.arange(len(text))).cumsum(0) % _HASHED).tolist()
@@ -65,6 +89,20 @@ def find_sums(text: list[int]) -> list[int]:
 def models_of(engine: SmallEngine) -> list[Any]:
     drafter: Any = engine.runner.drafter
     return [drafter, *getattr(drafter, "_layers", ())]
+
+
+def record_written(engine: SmallEngine) -> set[int]:
+    """Return the set of blocks in which the drafter writes KV from now on."""
+    written: set[int] = set()
+
+    def write(inputs: Inputs, carried_TH: torch.Tensor | None = None, *, forward: Any) -> Hidden:
+        written.update((inputs.slots[0] // BLOCK).tolist())
+        hidden: Hidden = forward(inputs, carried_TH)
+        return hidden
+
+    for model in models_of(engine):
+        model.forward = partial(write, forward=model.forward)
+    return written
 
 
 def change_logits(engine: SmallEngine, change: Any) -> None:
@@ -87,8 +125,10 @@ def count_accepted(method: str, prompt: list[int], text: list[int], num_drafts: 
     return total
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("num_drafts", [2, 3])
+@pytest.mark.parametrize(
+    ("method", "num_drafts"),
+    [(method, number) for method in METHODS for number in (1, 2, 3) if number > 1 or method != CHAIN],
+)
 @pytest.mark.parametrize(("overlap", "backend"), [(False, HostBackend), (True, CapturingBackend)])
 def test_only_intended_mistakes_are_rejected(
     method: str, num_drafts: int, overlap: bool, backend: type[HostBackend], tmp_path: Path
@@ -105,8 +145,11 @@ def test_only_intended_mistakes_are_rejected(
     assert engine.num_accepted == sum(expected)
 
 
-@pytest.mark.parametrize(("method", "num_drafts"), [("draft_model", 8), (HEAD, 8), (CHAIN, 6), (ASSISTANT, 8)])
-def test_more_drafts_than_layers(method: str, num_drafts: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "num_drafts"),
+    [("draft_model", 8), (PARALLEL, 8), (HEAD, 8), (PARALLEL_HEAD, 8), (CHAIN, 6), (ASSISTANT, 8)],
+)
+def test_long_drafts_are_accepted(method: str, num_drafts: int, tmp_path: Path) -> None:
     engine = engine_of(method, tmp_path, num_drafts=num_drafts)
     start(engine, {"b": PROMPTS["b"]})
     engine.finish()
@@ -137,6 +180,23 @@ def test_row_beyond_drafter_length_continues_without_drafts(method: str, overlap
     assert engine.num_accepted == engine.num_verified > 30
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_prompt_is_read_in_batch_with_row_beyond_drafter_length(method: str, tmp_path: Path) -> None:
+    length = 28
+    engine = engine_of(method, tmp_path, drafter_len=length)
+    engine.add("long", list(range(40, 82)), SamplingParams(max_tokens=10, temperature=0, ignore_eos=True))
+    engine.step()
+    engine.step()
+    starts: list[list[int]] = []
+    target: Any = engine.runner.target
+    forward = target.forward
+    target.forward = lambda inputs, *given: starts.append(inputs.call.starts_B.tolist()) or forward(inputs, *given)
+    engine.add("short", list(range(20, 28)), GREEDY)
+    engine.finish()
+    assert min(starts[0]) == 0 < length < max(starts[0]), "the last chunk of one prompt is with the other prompt"
+    assert engine.num_accepted == engine.num_verified > 10
+
+
 def test_row_is_read_although_host_counts_ahead(tmp_path: Path) -> None:
     """The host counts drafts in flight as accepted, with which the row would exceed the drafter's length."""
     engine = engine_of(HEAD, tmp_path, overlap=True, drafter_len=33)
@@ -152,25 +212,63 @@ def test_row_is_read_although_host_counts_ahead(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["draft_model", PARALLEL, HEAD, CHAIN])
-@pytest.mark.parametrize("ends_off", [False, True])
-def test_tokens_of_steps_without_drafts_are_read_before_they_count(method: str, ends_off: bool, tmp_path: Path) -> None:
-    """The drafter has read nothing of such steps: neither the row itself nor a row that shares its blocks drafts from
-    them."""
-    engine = engine_of(method, tmp_path, adaptive=True)
-    is_on = True
-    engine.scheduler._step_times.choose = lambda *args, **kwargs: 3 if is_on else 0
+@pytest.mark.parametrize("num_off", [1, 2, 4, 40])
+def test_row_drafts_in_first_step_after_steps_without_drafts(method: str, num_off: int, tmp_path: Path) -> None:
+    """A row reads the tokens of such steps before it drafts again."""
+    engine, num_drafts = engine_of(method, tmp_path, adaptive=True), 3
+    engine.scheduler._step_times.choose = lambda *args, **kwargs: num_drafts
+    engine.add("a", PROMPTS["a"], SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
+    for _ in range(2):
+        engine.step()
+    num_drafts = 0
+    for _ in range(num_off):
+        engine.step()
+    num_drafts, verified = 3, engine.num_verified
+    for _ in range(2):
+        engine.step()
+    assert engine.num_verified == verified + 3
+    engine.finish()
+    assert engine.num_accepted == engine.num_verified
+
+
+# --- shared blocks ---
+
+
+@pytest.mark.parametrize("method", ["draft_model", PARALLEL, HEAD, PARALLEL_HEAD, CHAIN])
+@pytest.mark.parametrize("params", [GREEDY, WITHOUT_DRAFTS], ids=["drafts", "without drafts"])
+def test_shared_blocks_are_read_once(method: str, params: SamplingParams, tmp_path: Path) -> None:
+    """A head reads them even without drafts. A draft model reads them for the first request that drafts."""
+    engine = engine_of(method, tmp_path)
+    blocks = serve(engine, "a", PROMPTS["a"], params)
+    verified, written = engine.num_verified, record_written(engine)
+    shared = find_shared(blocks, serve(engine, "b", extend(engine, "a", PROMPTS["a"])))
+    assert len(shared) >= 6
+    assert shared & written == (set() if method in HEADS or params is GREEDY else shared)
+    assert engine.num_accepted == engine.num_verified > verified + 20
+
+
+@pytest.mark.parametrize("method", ["draft_model", PARALLEL])
+def test_half_read_blocks_are_read_for_next_request(method: str, tmp_path: Path) -> None:
+    """A request stops drafting in the middle of a block."""
+    engine, num_drafts = engine_of(method, tmp_path, adaptive=True), 3
+    engine.scheduler._step_times.choose = lambda *args, **kwargs: num_drafts
     start(engine, {"a": PROMPTS["a"]})
     engine.step()
-    is_on = False
-    for _ in range(8):
-        engine.step()
-    if ends_off:
-        engine.finish()
-    is_on = True
+    num_drafts = 0
     engine.finish()
-    start(engine, {"b": [*PROMPTS["a"], *engine.texts["a"][:26], 9]})
-    engine.finish()
+    num_drafts = 3
+    serve(engine, "b", extend(engine, "a", PROMPTS["a"]))
     assert engine.num_accepted == engine.num_verified > 20
+
+
+@pytest.mark.parametrize("method", ["draft_model", PARALLEL])
+def test_reused_block_is_unread_for_its_new_owner(method: str, tmp_path: Path) -> None:
+    engine = engine_of(method, tmp_path, num_blocks=SCARCE)
+    old = serve(engine, "old", PROMPTS["b"])
+    verified = engine.num_verified
+    new = serve(engine, "new", PROMPTS["a"], WITHOUT_DRAFTS)
+    assert set(old) & find_shared(new, serve(engine, "shares", extend(engine, "new", PROMPTS["a"])))
+    assert engine.num_accepted == engine.num_verified > verified + 20
 
 
 # --- faults ---
@@ -230,36 +328,40 @@ def test_failed_round_does_not_change_later_drafts(method: str, part: str, tmp_p
 
 @pytest.mark.parametrize("how", ["its read fails", "it is excluded"])
 def test_blocks_are_not_shared_after_failed_head_read(how: str, tmp_path: Path) -> None:
-    """The head may have written NaN there, which would fail for every reader."""
-    engine = engine_of(HEAD, tmp_path)
+    """The head may have written NaN there, which would fail for every reader. The next owner writes them anew."""
+    engine = engine_of(HEAD, tmp_path, num_blocks=SCARCE)
     start(engine, {"b": PROMPTS["b"]})
     if how == "its read fails":
         break_a_step(engine, "forward")
         engine.step()
     else:
         engine.runner.drafting.update_drafter_state([], [engine.runner.requests.by_id["b"]], disabled=False)
-    verified = engine.num_verified
+    verified, faulty = engine.num_verified, engine.held["b"].blocks
     engine.finish()
-    start(engine, {"shares": PROMPTS["b"]})
-    assert engine.runner.requests.by_id["shares"].num_prompt == len(PROMPTS["b"])
-    engine.finish()
+    assert find_shared(faulty, serve(engine, "shares", PROMPTS["b"]))
     assert engine.num_verified == verified
-    start(engine, {"own": PROMPTS["b"][::-1]})
-    engine.finish()
-    assert engine.num_accepted > 15
+    own = serve(engine, "own", PROMPTS["b"][::-1])
+    assert set(faulty) & find_shared(own, serve(engine, "shares own", PROMPTS["b"][::-1]))
+    assert engine.num_accepted > verified + 40, "both draft"
 
 
 def test_exclusion_holds_until_row_is_freed(tmp_path: Path) -> None:
     engine = engine_of("draft_model", tmp_path)
     start(engine)
     drafting, by_id = engine.runner.drafting, engine.runner.requests.by_id
+
     drafting.update_drafter_state([by_id["a"]], [by_id["b"]], disabled=False)
     for _ in range(2):
         engine.step()
         waiting = {name: int(engine.runner.requests.num_drafts_R[by_id[name].row]) for name in PROMPTS}
         assert waiting == {"a": 3, "b": 0, "c": 3, "d": 3}
+    row = by_id["b"].row
+    engine.abort("b")
+    start(engine, {"e": [5, 6]})
+    assert by_id["e"].row == row
+    assert engine.runner.requests.num_drafts_R[row] == 3
     drafting.update_drafter_state([], [], disabled=True)
-    assert drafting.cap_scheduled_drafts([by_id["a"]], [3]).tolist() == [0]
+    assert drafting.cap_scheduled_drafts([by_id["e"]], [3]).tolist() == [0]
     verified = engine.num_verified
     engine.finish()
     assert engine.num_verified <= verified + 3 * len(PROMPTS)

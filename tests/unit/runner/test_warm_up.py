@@ -4,14 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend
-from tests.support.small_engine import HEADS, PARALLEL, RETOKENIZE, STANDARD, SmallEngine, Variant
+from tests.support.small_engine import HEADS, PARALLEL, RETOKENIZE, STANDARD, SmallEngine, Variant, greedy_text
 from tests.support.warm_up import listed, run_jobs
 from vllm_gaudi_spec.graphs import Job
 from vllm_gaudi_spec.runner.warmup import jobs, manifest, should_run
 
 METHODS = (None, "ngram", "ngram_gpu", "draft_model", PARALLEL, RETOKENIZE, STANDARD, *HEADS)
+ALWAYS_RIGHT = ("draft_model", PARALLEL, STANDARD, *HEADS)
 USUAL_BRANCHES = 40
 """A few of the thousands of branches of a device that does not compile. Sampling passes differ in nothing else."""
 
@@ -27,10 +29,17 @@ def some(found: list[Job]) -> list[Job]:
 def test_each_job_makes_the_signatures_that_it_lists(
     method: str | None, backend: type[HostBackend], tmp_path: Path
 ) -> None:
-    runner = SmallEngine(Variant(method, backend=backend), tmp_path).runner
+    engine = SmallEngine(Variant(method, backend=backend), tmp_path)
+    runner = engine.runner
     assert runner.recorder.manifest == manifest(runner)
     with torch.inference_mode():
         run_jobs(some(list(jobs(runner))), runner.recorder)
+    prompt = list(range(30, 56))
+    engine.add("first", prompt, SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))
+    engine.finish()
+    assert engine.texts["first"] == greedy_text(prompt, 30)
+    if method in ALWAYS_RIGHT:
+        assert engine.num_accepted == engine.num_verified > 20, "nothing is left of warm-up"
 
 
 @pytest.mark.parametrize("method", ["draft_model", RETOKENIZE])
