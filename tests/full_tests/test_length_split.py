@@ -9,7 +9,7 @@ from vllm import RequestOutput, SamplingParams
 
 from tests.full_tests import drafters
 from tests.full_tests.drafters import Record
-from tests.full_tests.engines import counter, engine, first_tokens, generate
+from tests.full_tests.engines import counter, engine, first_tokens, generate, preemptions
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.speculation import Account, account, custom, ngram, speculating, suffix
 from tests.full_tests.tiny_models import VOCAB
@@ -109,19 +109,30 @@ def test_request_limits_its_number_of_drafts(tiny_llama: str, said: Record) -> N
         assert max(drafted, default=0) == min(4 if wish is None else wish, 4)
 
 
-def test_number_of_drafts_follows_the_load(tiny_llama: str, said: Record) -> None:
-    """Up to two requests at a time draft four tokens each, more of them none; when the crowd is gone, the rest do."""
-    script = drafters.play(said.next)
+@pytest.mark.parametrize("num_blocks", [None, 6])
+def test_number_of_drafts_follows_the_load(num_blocks: int | None, tiny_llama: str, said: Record) -> None:
+    """Up to two requests at a time draft four tokens each, more of them none; when the crowd is gone, the rest do.
+
+    Three of the four tokens are right. With six blocks of KV, one of the requests is preempted.
+    """
+
+    def write(context: list[int], k: int) -> list[int]:
+        truth = said.next(context, k)
+        return [*truth[:3], *((token + 1) % VOCAB for token in truth[3:])]
+
+    script = drafters.play(write)
     config = custom("Scripted", 4, num_speculative_tokens_per_batch_size=[[1, 2, 4], [3, 64, 0]])
-    with speculating(tiny_llama, config) as llm:
+    with speculating(tiny_llama, config, max_model_len=96, block_size=32, num_gpu_blocks_override=num_blocks) as llm:
         outputs = generate(llm, SIX[:4], [greedy(length) for length in (8, 8, 60, 60)])
         steps: list[Account] = [account(output) for output in outputs]
         assert counter(llm, "vllm:spec_decode_num_draft_tokens") == sum(sum(s.drafted) for s in steps)
+        assert counter(llm, "vllm:spec_decode_num_accepted_tokens") == sum(sum(s.accepted) for s in steps)
+        assert (preemptions(llm) > 0) == (num_blocks is not None)
     check(outputs, said)
     assert not any(steps[0].drafted)
     assert not any(steps[1].drafted)
     for drafted, accepted in steps[2:]:
         assert max(drafted) == 4
         assert sum(drafted) > 30
-        assert accepted == drafted
+        assert accepted == [min(number, 3) for number in drafted]
     assert max(len(call) for call in script.calls) <= 2
