@@ -112,10 +112,10 @@ class Options:
     """How its drafts become target tokens: `tli` (default) drafts only tokens of both vocabularies; `slem` drafts any
     token and tokenizes the text of drafts for the target."""
     universal_kv_len: int | None = None
-    """For `retokenize`: how many of its own tokens the drafter keeps per request. The default is 2048, or twice
+    """The number of its own tokens that the drafter keeps per request (`retokenize`). The default is 2048, or twice
     `--max-model-len` if that is less."""
     state_snapshots: int | None = None
-    """For models with recurrent layers: the number of states that the prefix cache keeps. The default is
+    """The number of recurrent states that the prefix cache keeps, for models that have them. The default is
     `--max-num-seqs`, but at most 32."""
     audit_every: int = 0
     """Decode one in this many requests again without drafts in idle steps, and compare; 0 disables audits."""
@@ -279,7 +279,7 @@ class Speculation:
     universal_match: str = TLI
     """How its drafts become target tokens: `tli` or `slem`."""
     universal_kv_len: int = 0
-    """For `retokenize`: how many of its own tokens the drafter keeps per request."""
+    """The number of its own tokens that the drafter keeps per request (`retokenize`)."""
     smaller_widths: tuple[int, ...] = ()
     """Numbers of drafts per row below k for which there are decode shapes, in ascending order."""
     is_adaptive: bool = False

@@ -1,4 +1,4 @@
-"""What doctor estimates of models that it does not load."""
+"""Compare the estimates of doctor, which loads no model, with what engines take."""
 
 import pytest
 

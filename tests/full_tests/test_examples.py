@@ -38,7 +38,7 @@ def python(name: str, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_universal_drafting_example(looping_llama: str) -> None:
-    """With the target as its own drafter, most drafts are accepted."""
+    """The example accepts most drafts if the target is its own drafter."""
     done = python("universal_drafting.py", "--model", looping_llama, "--draft", looping_llama)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("\nWhy is the sky blue?\n") == 1

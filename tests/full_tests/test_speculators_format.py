@@ -115,7 +115,7 @@ def test_other_forms_of_block_drafters_are_refused(config: dict[str, Any], words
 
 
 RECORDED = json.loads(Path(__file__).with_name("speculators_logits.json").read_text())["rounds"]
-"""What release 0.9.0 of the library computed, recorded by tests/full_tests/speculators_library.py at commit 6e63f5e8.
+"""Results of release 0.9.0 of the library, recorded by tests/full_tests/speculators_library.py at commit 6e63f5e8.
 
 There a window is counted from the anchor for the whole block, in vLLM and here from each query, so texts of those kinds
 are shorter than the window.

@@ -40,12 +40,12 @@ LEFT_OUT = {
 _TOPK = "topk with sorted=False, which bridge 1.19 refuses, and so does the hostile card (quirk O08)"
 _AUTOGRAD = "autograd asks torch's C++ which accelerator there is, and the emulated card is none for it"
 
-# By the beginning of a test's id.
 _BYTES = (
     "safetensors uploads bytes and views them as e4m3 on the card, which converts numbers in lazy mode (quirk O39); "
     "vllm-gaudi's CI runs in eager mode"
 )
 
+# The keys are the beginnings of test ids.
 KNOWN_FAILURES = {
     "ops/test_hpu_fp8.py::test_fp8_linear_method": _BYTES,
     "ops/test_hpu_fused_moe.py::test_gather_swigluoai_moe_matches_dense": _TOPK,

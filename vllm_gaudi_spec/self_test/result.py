@@ -28,7 +28,7 @@ class CheckResult:
     detail: str
     """The measured values, or why nothing was measured."""
     advice: str
-    """What to disable if the check failed; empty otherwise."""
+    """The features to disable if the check failed; empty otherwise."""
     needed_by: str
     """The feature that needs the check, or empty if nothing can be served without it."""
     seconds: float

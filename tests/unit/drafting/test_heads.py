@@ -1,4 +1,4 @@
-"""What a head shares with its target, and the tokens that it predicts."""
+"""Check which layers a head shares with its target, and which tokens it predicts."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.drafting.universal.token_bytes import encode
+from vllm_gaudi_spec.drafting.universal.token_bytes import encode_text
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer
@@ -61,7 +61,7 @@ class Encoder:
         self._backend.post_processor = processors.ByteLevel(trim_offsets=False)
 
     def encode(self, text: str) -> Encoded:
-        found = encode(self._backend, text)
+        found = encode_text(self._backend, text)
         pairs = [(token, end) for token, (_, end) in zip(found.ids, found.offsets, strict=True) if token < self._size]
         return Encoded([token for token, _ in pairs], [end for _, end in pairs])
 

@@ -178,7 +178,7 @@ def _read_fast_pieces(tokenizer: Any) -> _Pieces:
         special=special,
         added=added | special,
         fallback=fallback,
-        encode=lambda text: encode(backend, text).ids,
+        encode=lambda text: encode_text(backend, text).ids,
     )
 
 
@@ -190,14 +190,14 @@ def _bound_growth(step: dict[str, Any]) -> int:
     return max(num_added + (not is_literal), 1)
 
 
-def encode(backend: Any, text: str) -> Any:
+def encode_text(backend: Any, text: str) -> Any:
     """Return a fast tokenizer's encoding of a text, or raise RuntimeError if it cannot encode it."""
     try:
         return backend.encode(text, add_special_tokens=False)
     except BaseException as error:  # the library panics if a pattern backtracks too often
         if type(error).__name__ != "PanicException":
             raise
-        raise RuntimeError(f"The drafter's tokenizer cannot encode a text: {error}") from error
+        raise RuntimeError(f"The tokenizer cannot encode a text: {error}") from error
 
 
 def _read_sentencepiece_pieces(tokenizer: Any) -> _Pieces:

@@ -147,7 +147,7 @@ def _spelt_out(
     sinks: torch.Tensor | None,
     is_fast: bool,
 ) -> torch.Tensor:
-    """With `is_fast`, exponentials are in bfloat16, which changes the output of some models (vllm-gaudi, features.py,
+    """Exponentials are in bfloat16 with `is_fast`, which changes the output of some models (vllm-gaudi, features.py,
     fp32_softmax). `sinks` has one score per head, whose weight is left out of the product."""
     k, v = (part.repeat_interleave(q.shape[-3] // part.shape[-3], -3) for part in (k, v))
     scores = (q @ k.transpose(-1, -2)) * scale
