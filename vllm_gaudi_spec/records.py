@@ -182,8 +182,6 @@ class SampledRows:
     """Number of positions of each row that the step verified."""
     decode: Batch | None
     """The step's batch if it is a single decode, so that a drafter can reuse its rows and blocks on the device."""
-    rows_alone: StepInputs | None
-    """The rows of `decode` without their blocks, for a drafter without KV."""
 
 
 class DraftBatch(NamedTuple):
@@ -192,7 +190,7 @@ class DraftBatch(NamedTuple):
     inputs: StepInputs
     """The rows, and blocks with room for the drafts that follow."""
     context: int
-    """Size of the blocks, as `Shapes` counts it for decodes; 0 without blocks."""
+    """Size of the blocks, as `Shapes` counts it for decodes."""
 
 
 # --- drafts ---
@@ -323,6 +321,10 @@ class Verification(NamedTuple):
     num_drafts_B: torch.Tensor | None = None
     """int32: number of verified drafts of each row, `FAULTY` or `UNVERIFIED`; None without speculation."""
 
+    @property
+    def has_scores(self) -> bool:
+        return self.logprobs is not None or self.scores is not None
+
 
 @dataclass(slots=True)
 class StepResult:
@@ -334,7 +336,7 @@ class StepResult:
     rows_B: torch.Tensor | None = None
     """int64: the rows of the sampling pass, on the device."""
     packed: torch.Tensor | None = None
-    """float32: the report of a step without drafts and log-probabilities."""
+    """float32: the report of a step without log-probabilities, and with drafts only if the pass made them."""
     prompt_logprobs: list[tuple[Request, list[PromptScores]]] = field(default_factory=list)
     unfinished: list[Request] = field(default_factory=list)
     started: list[Request] = field(default_factory=list)

@@ -129,9 +129,3 @@ class StepInputs(NamedTuple):
         )
         rows_B, starts_B, counts_B, max_drafts_B = header_4B.unbind(0)
         return RowInputs(rows_B.long(), starts_B, counts_B, max_drafts_B, more_BX, blocks)
-
-    def copy_header(self) -> StepInputs:
-        """Copy the rows without their blocks inside a graph. The result has the same shape for every context."""
-        shape = self.packing.shapes[0]
-        packing = Packing(self.packing.packed.narrow(0, 0, _round_up(math.prod(shape))).clone(), (shape,))
-        return StepInputs(packing, (), has_more=False, lengths_B=None, counts_B=None)

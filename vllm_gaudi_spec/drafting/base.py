@@ -272,8 +272,10 @@ class Drafting:
     """Whether `propose` drafts, so that a step's report may include draft tokens."""
     lookahead = 0
     """Tokens beyond a decode's own for which its blocks need room, so that the drafter can write KV there."""
-    needs_rows_alone = False
-    """Whether a drafter on the device reads row numbers but no block tables."""
+    pass_drafts: tuple[int, ...] = (0,)
+    """Numbers of drafts per row that a sampling pass may make by itself; 0 leaves drafting to `propose`."""
+    pass_error: Exception | None = None
+    """The exception that stopped drafting in a pass. `propose` handles it, since it knows the requests."""
 
     # --- the scheduler ---
 
@@ -329,6 +331,13 @@ class Drafting:
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         """Update device state in the sampling pass, which has set the rows' lengths to `lengths_B`."""
+
+    def choose_pass_drafts(self, max_drafts: int) -> tuple[int, int]:
+        """Return which of `pass_drafts` the sampling pass makes, and the most of them that a row keeps."""
+        return 0, 0
+
+    def draft_in_pass(self, rows_B: torch.Tensor, max_drafts_B: torch.Tensor, branch: Branch, num_drafts: int) -> None:
+        """Draft at the end of a sampling pass, on the device, if `choose_pass_drafts` says so."""
 
     def propose(self, sampled: SampledRows, branch: Branch, max_drafts: int) -> bool:
         """Draft at most `max_drafts` tokens per row on the device, after verification.

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import DraftTokenIds
 
+from vllm_gaudi_spec.attention.metadata import Blocks
 from vllm_gaudi_spec.device_rows import DeviceRows
 from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
@@ -49,7 +50,6 @@ class DeviceRowLimits(RowLimits):
 
 class DeviceDrafting(Drafting):
     verifies_drafts = True
-    reports_drafts = True
 
     def __init__(
         self,
@@ -74,9 +74,12 @@ class DeviceDrafting(Drafting):
         self._mode = speculation.drafting
         self._choice = DraftChoice(speculation, requests, context.sampling)
         self.lookahead = 1 + self._num_drafts if kv_sync.has_kv else 0
-        self.needs_rows_alone = not kv_sync.has_kv
         self._draft_probs = DraftProbs(speculation, context.max_rows, context.vocab_size, context.device)
         self._kv_sync = kv_sync
+        self.reports_drafts = kv_sync.has_kv
+        if not kv_sync.has_kv:
+            # Without a model, drafts cost less than the graphs of passes that make none.
+            self.pass_drafts = (self._num_drafts,) if context.drafter is None else (0, self._num_drafts)
         self._draft_rows = requests.backend.graphs.graph(self._draft_on_device)
 
     def apply(self, requests: Requests) -> None:
@@ -126,8 +129,15 @@ class DeviceDrafting(Drafting):
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         self._kv_sync.on_verified(rows_B, lengths_B)
 
+    def choose_pass_drafts(self, max_drafts: int) -> tuple[int, int]:
+        limit = 0 if self._disabled else max_drafts
+        return self.pass_drafts[-1 if limit else 0], limit
+
     def propose(self, sampled: SampledRows, branch: Branch, max_drafts: int) -> bool:
-        if self._disabled:
+        if self.pass_error is not None:
+            error, self.pass_error = self.pass_error, None
+            self._guard.handle_error(error, sampled.requests)
+        if self._disabled or not self._kv_sync.has_kv:
             return False
         requests = sampled.requests
         max_drafts_np = self._cap_drafts(requests, max_drafts)
@@ -155,17 +165,15 @@ class DeviceDrafting(Drafting):
 
     def _make_round_batch(self, sampled: SampledRows, max_drafts: int) -> DraftBatch:
         """Return the rows of a round: those of the step's decode, which are on the device, or a copy of their own."""
-        if self._kv_sync.has_kv and sampled.decode is not None:
+        if sampled.decode is not None:
             return DraftBatch(sampled.decode.inputs, sampled.decode.shape.context)
-        if sampled.rows_alone is not None:
-            return DraftBatch(sampled.rows_alone, context=0)
         ends = [end + self.lookahead for end in sampled.ends]
         return self._requests.make_draft_batch(
             sampled.requests,
             ends,
             max_drafts,
             num_rows=self._shapes.fit_rows(len(sampled.requests)),
-            context=self._shapes.decode_context(ends) if self._kv_sync.has_kv else 0,
+            context=self._shapes.decode_context(ends),
         )
 
     def _draft(self, batch: DraftBatch, branch: Branch, num_drafts: int) -> None:
@@ -176,12 +184,22 @@ class DeviceDrafting(Drafting):
 
     def _draft_on_device(self, step: StepInputs, branch: Branch, num_drafts: int) -> None:
         rows = step.split()
-        rows_B = rows.rows_B
+        self._run_round(rows.rows_B, rows.max_drafts_B, rows.blocks, branch, num_drafts)
+
+    def draft_in_pass(self, rows_B: torch.Tensor, max_drafts_B: torch.Tensor, branch: Branch, num_drafts: int) -> None:
+        try:
+            self._run_round(rows_B, max_drafts_B, Blocks((), ()), branch.select_drafting(self._mode), num_drafts)
+        except Exception as error:
+            self.pass_error = error
+
+    def _run_round(
+        self, rows_B: torch.Tensor, limits_B: torch.Tensor, blocks: Blocks, branch: Branch, num_drafts: int
+    ) -> None:
         lengths_B = self._requests.lengths(rows_B)
-        limits_B = self._row_limits.compute_max_drafts_on_device(rows_B, lengths_B, rows.max_drafts_B)
+        limits_B = self._row_limits.compute_max_drafts_on_device(rows_B, lengths_B, limits_B)
         max_drafts_B = self._kv_sync.limit_drafts(rows_B, lengths_B, limits_B)
         hidden = self._kv_sync.gather_hidden(rows_B, lengths_B)
-        request = self._choice.make_request(rows_B, lengths_B, max_drafts_B, rows.blocks, branch, num_drafts, hidden)
+        request = self._choice.make_request(rows_B, lengths_B, max_drafts_B, blocks, branch, num_drafts, hidden)
         drafts = self._guard.check_drafts(self._proposer.propose(request), request, self._draft_probs.vocab_size)
         self._draft_probs.put(rows_B, drafts)
         # After everything that may fail, so that rows have no drafts then.
@@ -206,8 +224,8 @@ class DeviceDrafting(Drafting):
         """Yield the drafter's reads, and drafting rounds by rows, context and branch."""
         yield Job("states", self._row_limits.table.warm_up)
         yield from self._kv_sync.jobs()
-        shapes, branches = self._shapes, sorted(self._choice.list_branches())
-        sizes = shapes.decode_sizes() if self._kv_sync.has_kv else [(rows, 0) for rows in shapes.decode_rows]
+        branches = sorted(self._choice.list_branches())
+        sizes = self._shapes.decode_sizes() if self._kv_sync.has_kv else []
         for (num_rows, context), branch, num_drafts in product(reversed(sizes), branches, reversed(self._widths)):
             run = partial(self._draft_padding, num_rows, context, branch, num_drafts)
             signature = self._signature(num_rows, context, branch, num_drafts)

@@ -9,7 +9,7 @@ import torch
 
 from vllm_gaudi_spec.records import DECODE, PREFILL
 from vllm_gaudi_spec.runner.planning import build_inputs, locate
-from vllm_gaudi_spec.runner.report import pack_verification
+from vllm_gaudi_spec.runner.report import pack_report
 from vllm_gaudi_spec.slices import keep_last_slices
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ class DeviceStep:
         self.verifier = verifier
         self._drafting = drafting
         self._slices = slices
-        self._hands_on_rows = drafting.needs_rows_alone
         graph = requests.backend.graphs.graph
         self.forward = graph(self._forward)
         # Custom processors may do anything on the host, so they cannot be captured.
@@ -65,11 +64,8 @@ class DeviceStep:
         step: StepInputs,
         multimodal: MultimodalInputs | None = None,
         token_types_T: torch.Tensor | None = None,
-    ) -> StepInputs | None:
-        """Run the target over a batch, whose rows may all begin `from_start`, and store its hidden states.
-
-        Return the rows for a drafter that needs nothing else, otherwise None.
-        """
+    ) -> None:
+        """Run the target over a batch, whose rows may all begin `from_start`, and store its hidden states."""
         target, requests = self._target, self._requests
         rows = step.split()
         if rows.more_BX is not None:
@@ -95,14 +91,14 @@ class DeviceStep:
         self._hidden_states.put(phase, queries, rows_B, located, target.forward(inputs))
         # `finish` advances rows that sample. This is for prompts that continue in a later step.
         requests.set_computed(rows_B, located.starts_B + located.num_real_B)
-        return step.copy_header() if self._hands_on_rows and phase == DECODE else None
 
-    def _finish(self, sample_pass: SamplePass) -> tuple[Verification, torch.Tensor, torch.Tensor]:
+    def _finish(self, sample_pass: SamplePass) -> tuple[Verification, torch.Tensor, Drafts | None, torch.Tensor]:
         """Compute the logits of the positions that sample, apply the acceptance rule, and advance the rows.
 
-        Return the rows as well, as input for `drafts`, and what most steps report, so that it needs no other graph.
+        Return the rows as well, as input for `drafts`, the drafts if the pass makes them, and what most steps report,
+        so that it needs no other graph.
         """
-        rows_B, position_list, grammars = sample_pass.split()
+        rows_B, max_drafts_B, position_list, grammars = sample_pass.split()
         num_queries = sample_pass.shape.queries
         inputs = self._sampling.gather(rows_B, sample_pass.branch, sample_pass.edit_sizes, grammars)
         index_2N = None if position_list is None else position_list.index_2N
@@ -128,7 +124,11 @@ class DeviceStep:
             verification = verification._replace(num_drafts_B=reported_B)
         self._requests.advance(rows_B, last_B, verification)
         self._drafting.on_verified(rows_B, lengths_B)
-        return verification, rows_B, pack_verification(verification)
+        drafts = None
+        if num_drafts := sample_pass.num_drafts:
+            self._drafting.draft_in_pass(rows_B, max_drafts_B, sample_pass.branch, num_drafts)
+            drafts = self._drafts(rows_B, num_drafts)
+        return verification, rows_B, drafts, pack_report(verification, drafts)
 
     def _drafts(self, rows_B: torch.Tensor, num_drafts: int) -> Drafts:
         """Return the drafts of the rows that sampled, for the host."""

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.outputs import SpecSchedulerOutput
     from vllm_gaudi_spec.records import Drafts, SampleBatch
     from vllm_gaudi_spec.runner.extensions.pooling import Pooling
-    from vllm_gaudi_spec.step_inputs import StepInputs
     from vllm_gaudi_spec.upstream.scheduler import GrammarOutput, SchedulerOutput
 
 
@@ -35,7 +34,6 @@ class ModelRunner(RunnerParts):
         super().__init__(vllm_config, backend, shows_progress=shows_progress)
         self.pending: list[Planned] = []
         self.batches: list[Batch] = []
-        self.rows_alone: StepInputs | None = None
         self.report: Report | None = None
         self.drafter_status = DrafterStatus((), (), is_off=False, num_faults=0)
 
@@ -86,7 +84,7 @@ class ModelRunner(RunnerParts):
         grammars = {} if constraints is None else read_grammars(constraints, self.scheduled)
         self.report = self.finish(pending, grammars, max_drafts)
         self.report.worker_counts = self.recorder.make_counts(self.backend)
-        self.batches, self.rows_alone = [], None
+        self.batches = []
         self.backend.graphs.step_done()
         return self.report if self.async_scheduling else self.read(self.report, max_drafts)
 
@@ -156,7 +154,7 @@ class ModelRunner(RunnerParts):
         self.recorder.saw(batch.shape)
         shape, inputs = batch.shape, (batch.inputs, batch.multimodal, batch.token_types_T)
         from_start = self.shapes.begins_at_start(shape)
-        self.rows_alone = self.device_step.forward(shape.phase, shape.queries, from_start, *inputs)
+        self.device_step.forward(shape.phase, shape.queries, from_start, *inputs)
 
     def forward(self, batch: Batch) -> None:
         """Run the target over a batch, and whatever reads its hidden states before the next forward overwrites them."""
@@ -181,7 +179,8 @@ class ModelRunner(RunnerParts):
         branch = self.sampling.branch(requests, grammars)
         shape = self.sample_shapes.fit(num_queries, num_positions, branch)
         batch = make_sample_batch(self.requests, shape, requests, num_positions)
-        step = self.sample(batch, self.sampling.make_pass(batch, branch, grammars))
+        pass_drafts = self.drafting.choose_pass_drafts(max_drafts)
+        step = self.sample(batch, self.sampling.make_pass(batch, branch, grammars, *pass_drafts))
         if not self.sampling.reports(requests, branch):
             drop_scores(step, batch.shape)
         step.unfinished = unfinished
@@ -189,29 +188,29 @@ class ModelRunner(RunnerParts):
         for extension in self.extensions:
             extension.add_to_result(step)
         is_one_decode = len(self.batches) == 1 and self.batches[0].shape.phase == DECODE
-        decode, rows_alone = (self.batches[0], self.rows_alone) if is_one_decode else (None, None)
-        sampled = SampledRows(
-            requests=requests, ends=ends, num_queries=num_queries, decode=decode, rows_alone=rows_alone
-        )
+        decode = self.batches[0] if is_one_decode else None
+        sampled = SampledRows(requests=requests, ends=ends, num_queries=num_queries, decode=decode)
         return self.send_and_propose(step, sampled, branch, max_drafts)
 
     def sample(self, batch: SampleBatch, sample_pass: SamplePass) -> StepResult:
-        self.recorder.saw((*batch.shape, sample_pass.branch))
-        verification, rows_B, packed = self.device_step.finish(sample_pass)
+        self.recorder.saw((*batch.shape, sample_pass.branch, sample_pass.num_drafts))
+        verification, rows_B, drafts, packed = self.device_step.finish(sample_pass)
         signature = report_sizes(batch.shape, sample_pass.branch)
-        return StepResult(batch.requests, verification, rows_B, packed, signature=signature)
+        return StepResult(batch.requests, verification, rows_B, packed, signature=signature, drafts=drafts)
 
     def send_and_propose(self, step: StepResult, sampled: SampledRows, branch: Branch, max_drafts: int) -> Report:
         """Send the tokens to the host before drafts are computed, so that no token waits for the drafter.
 
         Where the host needs the drafts too, send both in one copy after drafting: a step has one device-to-host sync.
         """
-        report = None if self.host_needs_drafts(sampled.requests) else self.reports.send(step)
+        is_complete = step.drafts is not None or not self.host_needs_drafts(sampled.requests)
+        report = self.reports.send(step) if is_complete else None
         drafts_follow = self.drafting.propose(sampled, branch, max_drafts)
         step.draft_rounds = self.drafting.take_rounds()
         if report is not None:
             return report
-        step.drafts = self.drafts_after(step) if drafts_follow else None
+        if drafts_follow:
+            step.drafts, step.packed = self.drafts_after(step), None
         return self.reports.send(step)
 
     def drafts_after(self, step: StepResult) -> Drafts:

@@ -91,9 +91,9 @@ class Reports:
 
     def send(self, step: StepResult) -> Report:
         """Start the copy. The step's tensors may be overwritten once this has returned."""
-        parts = _list_tensors(step)
-        if step.packed is not None and len(parts) == len(_list_tensors(_without_scores(step.verification))):
+        if step.packed is not None and step.verification is not None and not step.verification.has_scores:
             return Report(step, self._downloads.start(step.packed))
+        parts = _list_tensors(step)
         if step.verification is not None:
             self._recorder.saw(report_signature(step.signature, has_drafts=step.drafts is not None))
         return Report(step, self._downloads.start(self._pack(*parts)) if parts else None)
@@ -110,13 +110,9 @@ def _list_tensors(step: StepResult) -> list[torch.Tensor]:
     return parts
 
 
-def pack_verification(verification: Verification) -> torch.Tensor:
-    """Return what a step without drafts and log-probabilities reports."""
-    return _pack(*_list_tensors(_without_scores(verification)))
-
-
-def _without_scores(verification: Verification | None) -> StepResult:
-    return StepResult([], verification and verification._replace(logprobs=None, scores=None))
+def pack_report(verification: Verification, drafts: Drafts | None) -> torch.Tensor:
+    """Return what a step without log-probabilities reports."""
+    return _pack(*_list_tensors(StepResult([], verification._replace(logprobs=None, scores=None), drafts=drafts)))
 
 
 def _pack(*parts: torch.Tensor) -> torch.Tensor:
@@ -220,7 +216,7 @@ def _list_sampled_tokens(step: StepResult) -> list[list[int]]:
 def _join_logprobs(step: StepResult, sampled: list[list[int]]) -> LogprobsLists | None:
     """Return one table for all tokens of the step. Requests that ask for fewer scores leave columns or rows empty."""
     verified = step.verification
-    if verified is None or (verified.logprobs is None and verified.scores is None):
+    if verified is None or not verified.has_scores:
         return None
     num_queries = verified.tokens_BQ.shape[1]
     parts: list[LogprobsLists | None] = []

@@ -295,15 +295,14 @@ class Requests:
     def make_draft_batch(
         self, members: list[Request], ends: list[int], max_drafts: int = 0, *, num_rows: int, context: int
     ) -> DraftBatch:
-        """Copy rows to the device for a drafter.
+        """Copy rows, and blocks with room for `ends` tokens, to the device for a drafter.
 
-        `max_drafts` is the most drafts per row. `context` is 0 for a drafter without KV; otherwise the blocks have room
-        for `ends` tokens.
+        `max_drafts` is the most drafts per row.
         """
         header_np = np.zeros((4, num_rows), dtype=np.int32)
         header_np[0] = rows_np = self.pad_rows(members, num_rows)
         header_np[3, : len(members)] = max_drafts
-        blocks = self.decode_blocks(rows_np, ends, context) if context else HostBlocks()
+        blocks = self.decode_blocks(rows_np, ends, context)
         return DraftBatch(StepInputs.pack(header_np, blocks, self.backend.memory.upload), context)
 
     # --- state on the device ---

@@ -38,7 +38,8 @@ def jobs(runner: ModelRunner) -> Iterator[Job]:
     if runner.pooling is not None:
         return
     for of_pass, branch in runner.sample_shapes.every(runner.sampling.branches):
-        yield _sampling_pass(runner, of_pass, branch)
+        for num_drafts in runner.drafting.pass_drafts:
+            yield _sampling_pass(runner, of_pass, branch, num_drafts)
     yield from runner.drafting.jobs()
 
 
@@ -136,27 +137,29 @@ def _forward(runner: ModelRunner, shape: Shape) -> None:
     runner.compute(runner.make_batch(Planned.make_padding(shape)))
 
 
-def _sampling_pass(runner: ModelRunner, shape: SampleShape, branch: Branch) -> Job:
+def _sampling_pass(runner: ModelRunner, shape: SampleShape, branch: Branch, num_drafts: int) -> Job:
     """Make the job of a sampling pass and of its step's reports.
 
-    The pass packs its report itself, unless that has log-probabilities, or drafts if they are made on the device.
+    The pass packs its report itself, unless that has log-probabilities, or drafts that another graph makes.
     """
     sizes, has_drafts = report_sizes(shape, branch), runner.drafting.reports_drafts
     reports = [report_signature(sizes, has_drafts=True)] if has_drafts else []
     if any(branch.select_reports()):
-        reports.append(report_signature(sizes, has_drafts=False))
+        reports.append(report_signature(sizes, has_drafts=num_drafts > 0))
     drafts = [drafts_signature(shape.rows)] if has_drafts else []
-    signatures = ((*shape, branch), *reports, *drafts)
-    run = partial(_sample, runner, shape, branch)
+    signatures = ((*shape, branch, num_drafts), *reports, *drafts)
+    run = partial(_sample, runner, shape, branch, num_drafts)
     num_tokens = shape.positions or shape.rows * shape.queries
     return Job("sampling passes", run, signatures, num_tokens, branch == Branch())
 
 
-def _sample(runner: ModelRunner, shape: SampleShape, branch: Branch) -> None:
+def _sample(runner: ModelRunner, shape: SampleShape, branch: Branch, num_drafts: int) -> None:
     batch = make_sample_batch(runner.requests, shape, [])
-    step = runner.sample(batch, runner.sampling.make_pass(batch, branch, {}))
+    step = runner.sample(batch, runner.sampling.make_pass(batch, branch, {}, num_drafts))
+    if runner.drafting.pass_error is not None:
+        raise runner.drafting.pass_error
     # Wait: a device may reuse the host buffer of a download for the next one.
     runner.reports.send(step).to_host()
     if runner.drafting.reports_drafts:
-        step.drafts = runner.drafts_after(step)
+        step.drafts, step.packed = runner.drafts_after(step), None
         runner.reports.send(step).to_host()

@@ -50,15 +50,18 @@ class SamplePass(NamedTuple):
     shape: SampleShape
     edit_sizes: tuple[int, int]
     """Number of columns of the logit edit tables that are read."""
+    num_drafts: int
+    """Number of drafts per row that the pass makes after verification."""
     packing: Packing
 
-    def split(self) -> tuple[torch.Tensor, PositionList | None, GrammarInputs | None]:
-        """Return the rows, int64; the positions, if the pass lists them; and grammars, if it has any."""
+    def split(self) -> tuple[torch.Tensor, torch.Tensor, PositionList | None, GrammarInputs | None]:
+        """Return the rows, int64; the most drafts that each row keeps; the positions, if the pass lists them; and
+        grammars, if it has any."""
         parts = iter(self.packing.split())
-        rows_B = next(parts).long()
+        rows_B, max_drafts_B = next(parts).unbind(0)
         position_list = PositionList(next(parts).long(), next(parts).long()) if self.shape.positions else None
         grammars = GrammarInputs(next(parts), next(parts)) if self.branch.constrained else None
-        return rows_B, position_list, grammars
+        return rows_B.long(), max_drafts_B, position_list, grammars
 
 
 class SamplingInputs(NamedTuple):
@@ -248,15 +251,22 @@ class Sampling:
         """Run the graphs that admissions run."""
         self._rows.warm_up()
 
-    def make_pass(self, batch: SampleBatch, branch: Branch, grammars: dict[str, Grammar]) -> SamplePass:
-        """Copy the inputs of a pass over a batch to the device. `branch` covers its requests."""
-        parts = [batch.rows_np]
+    def make_pass(
+        self, batch: SampleBatch, branch: Branch, grammars: dict[str, Grammar], num_drafts: int = 0, max_drafts: int = 0
+    ) -> SamplePass:
+        """Copy the inputs of a pass over a batch to the device. `branch` covers its requests.
+
+        The pass makes `num_drafts` drafts per row, of which a row keeps at most `max_drafts`.
+        """
+        header_2B = np.zeros((2, len(batch.rows_np)), dtype=np.int32)
+        header_2B[0], header_2B[1, : len(batch.requests)] = batch.rows_np, max_drafts
+        parts = [header_2B]
         if batch.index_np is not None and batch.slots_np is not None:
             parts += [batch.index_np, batch.slots_np]
         if branch.constrained:
             parts += pack_grammars(batch, grammars, self.mask_words)
         sizes = self._logit_edits.get_sizes(batch.rows_np) if branch.edited else (0, 0)
-        return SamplePass(branch, batch.shape, sizes, Packing.pack(parts, self.backend.memory.upload))
+        return SamplePass(branch, batch.shape, sizes, num_drafts, Packing.pack(parts, self.backend.memory.upload))
 
     def gather(
         self,

@@ -93,8 +93,12 @@ def make_context(
     )
 
 
+class HasKV(DrafterKVSync):
+    has_kv = True
+
+
 def on_device(
-    proposer: CountsOnDevice, row_limits: DeviceRowLimits, requests: Requests
+    proposer: CountsOnDevice, row_limits: DeviceRowLimits, requests: Requests, kv_sync: DrafterKVSync
 ) -> tuple[DeviceDrafting, StepRecorder]:
     recorder = StepRecorder()
     step_shapes = shapes(max_num_seqs=4, max_tokens=64, max_len=64, drafts=K)
@@ -102,7 +106,7 @@ def on_device(
         make_speculation(K, smaller_widths=(1,)), requests, recorder, step_shapes, make_sampling(), max_model_len=64
     )
     guard = Guard(independent=True)
-    drafting = DeviceDrafting(context, proposer=proposer, row_limits=row_limits, guard=guard, kv_sync=DrafterKVSync())
+    drafting = DeviceDrafting(context, proposer=proposer, row_limits=row_limits, guard=guard, kv_sync=kv_sync)
     recorder.expect(listed(drafting.jobs()))
     return drafting, recorder
 
@@ -182,10 +186,10 @@ def test_no_drafts_after_stop_token() -> None:
 def test_round_is_as_long_as_fewer_drafts_need(proposer: CountsOnDevice, num_drafted: int) -> None:
     """A drafter whose tokens come one by one stops early. For others a shorter round would be one more graph."""
     requests, row_limits, names = started()
-    drafting, recorder = on_device(proposer, row_limits, requests)
+    drafting, recorder = on_device(proposer, row_limits, requests, HasKV())
     drafting.apply(requests)
     step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
-    batch = SampledRows(requests=step_.requests, ends=[16] * 3, num_queries=2, decode=None, rows_alone=None)
+    batch = SampledRows(requests=step_.requests, ends=[16] * 3, num_queries=2, decode=None)
     proposer.num_drafts.clear()  # warm-up runs every length
     assert drafting.propose(batch, Branch(), 1)
     assert proposer.num_drafts == {num_drafted}
@@ -196,7 +200,7 @@ def test_round_is_as_long_as_fewer_drafts_need(proposer: CountsOnDevice, num_dra
 def test_drafts_beyond_device_limit_are_not_verified() -> None:
     """With async scheduling the host schedules slots, but has no drafts beyond a row's limit."""
     requests, row_limits, _ = started(drafter_max_len=8)
-    drafting, _ = on_device(CountsOnDevice(), row_limits, requests)
+    drafting, _ = on_device(CountsOnDevice(), row_limits, requests, DrafterKVSync())
     drafting.apply(requests)
     row = requests.by_id["a"]
     max_drafts = {}
@@ -207,3 +211,28 @@ def test_drafts_beyond_device_limit_are_not_verified() -> None:
     assert max_drafts == {6: 3, 7: 3, 8: 3, 9: 2, 10: 1, 11: 0, 12: 0, 13: 0}
     row.num_computed = 5
     assert drafting.cap_scheduled_drafts([requests.by_id["c"], row], [K, 2]).tolist() == [0, 2]
+
+
+def test_error_while_a_pass_drafts_is_reported_for_its_requests() -> None:
+    requests, row_limits, names = started()
+    proposer = CountsOnDevice()
+    drafting, _ = on_device(proposer, row_limits, requests, DrafterKVSync())
+    drafting.apply(requests)
+    step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
+    batch = SampledRows(requests=step_.requests, ends=[16] * 3, num_queries=2, decode=None)
+    rows_B = torch.tensor([request.row for request in step_.requests])
+    limits_B = torch.full((3,), K, dtype=torch.int32)
+
+    def fail(request: DraftRequest) -> Drafts:
+        raise RuntimeError("broken")
+
+    proposer.propose, working = fail, proposer.propose  # type: ignore[method-assign]
+    drafting.draft_in_pass(rows_B, limits_B, Branch(), K)
+    assert not drafting.propose(batch, Branch(), K)
+    assert [done.faulty for done in drafting.take_rounds()] == [tuple(names)]
+    assert waiting(requests, "a", 4) == []
+    proposer.propose = working  # type: ignore[method-assign]
+    drafting.draft_in_pass(rows_B, limits_B, Branch(), K)
+    assert not drafting.propose(batch, Branch(), K)
+    assert drafting.take_rounds() == []
+    assert waiting(requests, "a", 4) == [14, 15, 16]

@@ -148,7 +148,7 @@ class Case:
             requests.history_RM[request.row, length : length + K] = self.drafts[index]
         given.flush()
         sample_pass = given.make_pass(batch, branch, self.grammars)
-        rows_B, listed, grammars = sample_pass.split()
+        rows_B, _, listed, grammars = sample_pass.split()
         inputs = given.gather(rows_B, branch, sample_pass.edit_sizes, grammars)
         if inputs.acceptable_B is not None:
             num_drafts_B = torch.minimum(num_drafts_B, inputs.acceptable_B)
