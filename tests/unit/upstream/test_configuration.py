@@ -18,7 +18,6 @@ from vllm.config import vllm as upstream_vllm
 from vllm.config.utils import replace
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, JinaRobertaModelConfig
-from vllm.transformers_utils.configs.step3p5 import Step3p5Config
 
 from tests.support.releases import only_0_32
 from tests.support.schedulers import drafter
@@ -27,6 +26,9 @@ from vllm_gaudi_spec import config, upstream
 from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.upstream import configuration
 from vllm_gaudi_spec.upstream.release import FROM_0_33
+
+if not FROM_0_33:
+    from vllm.transformers_utils.configs.step3p5 import Step3p5Config
 
 
 def values_of(kind: Any) -> tuple[str, ...]:
