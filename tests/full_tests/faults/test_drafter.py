@@ -33,20 +33,19 @@ def requests() -> list[Request]:
 
 @pytest.fixture
 def errors() -> Iterator[list[str]]:
-    """What is logged as an error, here or by vLLM."""
+    """What is logged as an error, here or by vLLM. The first engine of a process replaces the loggers' handlers."""
     found: list[str] = []
+    make = logging.getLogRecordFactory()
 
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+    def make_and_keep(name: str, level: int, *more: Any, **named: Any) -> logging.LogRecord:
+        record = make(name, level, *more, **named)
+        if level >= logging.ERROR and name.startswith("vllm"):
             found.append(record.getMessage())
+        return record
 
-    handler = Keep(level=logging.ERROR)
-    loggers = [logging.getLogger(name) for name in ("vllm", "vllm_gaudi_spec")]
-    for logger in loggers:
-        logger.addHandler(handler)
+    logging.setLogRecordFactory(make_and_keep)
     yield found
-    for logger in loggers:
-        logger.removeHandler(handler)
+    logging.setLogRecordFactory(make)
 
 
 def check_counts(llm: LLM, errors: list[str], faults: int | None, off: bool) -> None:
