@@ -7,42 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm import SamplingParams
 
 from tests.support.fakes import CapturingBackend
-from tests.support.small_engine import BLOCK_DRAFTER, PARALLEL, ROOMY, SmallEngine, Variant, greedy_text
-from vllm_gaudi_spec.records import Batch, Planned
+from tests.support.small_engine import ROOMY, SmallEngine, Variant
 from vllm_gaudi_spec.step_inputs import StepInputs
-
-
-@pytest.mark.parametrize("method", ["draft_model", PARALLEL, BLOCK_DRAFTER])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_drafters_read_prompts_in_slices(method: str, overlap: bool, tmp_path: Path) -> None:
-    """A drafter that is right is always accepted, so it has read every slice at its own positions."""
-    variant = Variant(method, overlap=overlap, backend=CapturingBackend, num_blocks=ROOMY)
-    engine = SmallEngine(variant, tmp_path)
-    runner: Any = engine.runner
-    put, make_batch, num_cut = runner.hidden_states.put, runner.make_batch, 0
-
-    def put_once(phase: str, queries: int, rows_B: torch.Tensor, *rest: Any) -> None:
-        used = [row for row in rows_B.tolist() if row != runner.requests.pad_row]
-        assert len(set(used)) == len(used), "the order of writes to one row is undefined on a card"
-        put(phase, queries, rows_B, *rest)
-
-    def count_cut(planned: Planned, *rest: Any) -> Batch:
-        nonlocal num_cut
-        num_cut += len(set(planned.requests)) < len(planned.requests)
-        return make_batch(planned, *rest)
-
-    runner.hidden_states.put, runner.make_batch = put_once, count_cut
-    prompts = {f"{length}": list(range(20, 20 + length)) for length in (13, 2, 12, 3, 33)}
-    for name, prompt in prompts.items():
-        engine.add(name, prompt, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
-    engine.finish()
-    for name, prompt in prompts.items():
-        assert engine.texts[name] == greedy_text(prompt, 12)
-    assert engine.num_accepted == engine.num_verified > 0
-    assert num_cut
 
 
 @pytest.fixture
