@@ -12,7 +12,6 @@ from tests.support.recurrence import (
     KINDS,
     PAD_ROW,
     ROWS,
-    SLOT,
     STATES,
     TAPS,
     Layer,
@@ -20,21 +19,6 @@ from tests.support.recurrence import (
     sequential,
 )
 from vllm_gaudi_spec.recurrent.states import LayerShape, RecurrentStates
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_step_without_drafts_between_others(kind: str) -> None:
-    layer = Layer(kind, 3)
-    text = layer.text(16)
-    expected, _ = sequential(kind, text)
-    layer.read([0], [0], [part(text, 0, 3)], 4, is_prompt=True)
-    at = 3
-    # Accepted tokens, queries of the rectangle, real tokens
-    for accepted, width, num_real in [(2, 4, 4), (1, 1, 1), (3, 4, 3), (1, 1, 1), (1, 1, 1), (1, 4, 1), (4, 4, 4)]:
-        right, wrong = part(text, at, at + accepted), layer.text(num_real - accepted)
-        out = layer.read([0], [at], [(torch.cat((right[0], wrong[0])), torch.cat((right[1], wrong[1])))], width)
-        torch.testing.assert_close(out[0, :accepted], expected[at : at + accepted], atol=1e-5, rtol=1e-5)
-        at += accepted
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,28 +94,6 @@ def test_next_request_of_a_row_starts_with_a_zero_state(kind: str) -> None:
     for at in range(3):
         out = layer.read([0], [at], [part(text, at, at + 1)], 1)
         torch.testing.assert_close(out[0], expected[at : at + 1], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_drafts", [0, 3])
-def test_row_continues_from_a_snapshot(kind: str, num_drafts: int) -> None:
-    """The row has pending drafts of its last request, and the row that was copied continues differently."""
-    layer = Layer(kind, num_drafts)
-    text, other = layer.text(20), layer.text(12)
-    expected, _ = sequential(kind, text)
-    layer.read([0], [0], [part(text, 0, 9)], 16, is_prompt=True)
-    layer.copy(0, SLOT)
-    layer.read([0], [9], [part(other, 0, 8)], 8, is_prompt=True)
-    layer.read([2], [0], [part(other, 0, 6)], 8, is_prompt=True)
-    layer.read([2], [6], [part(other, 6, 10 if num_drafts else 7)], 4 if num_drafts else 1)
-    layer.copy(SLOT, 2)
-    out = layer.read([2], [9], [part(text, 9, 15)], 8, is_prompt=True)
-    torch.testing.assert_close(out[0, :6], expected[9:15], atol=1e-5, rtol=1e-5)
-    layer.copy(SLOT, 1)  # and again before a decode
-    out = layer.read([1, PAD_ROW], [9, 0], [part(text, 9, 10), layer.text(0)], num_drafts + 1)
-    torch.testing.assert_close(out[0, :1], expected[9:10], atol=1e-5, rtol=1e-5)
-    out = layer.read([1], [10], [part(text, 10, 11)], num_drafts + 1)
-    torch.testing.assert_close(out[0, :1], expected[10:11], atol=1e-5, rtol=1e-5)
 
 
 def test_planned_memory_equals_allocated_memory() -> None:
