@@ -5,8 +5,6 @@ import inspect
 import io
 import queue
 import re
-import subprocess
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -14,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
-import psutil
 import pytest
 from fastapi import FastAPI
 from PIL import Image
@@ -42,7 +39,6 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.engine.utils import CoreEngineProcManager
 
-from tests.support.processes import still_alive
 from tests.support.releases import make_arg_parser, only_0_32
 from tests.support.videos import video
 from vllm_gaudi_spec import config, upstream
@@ -65,30 +61,6 @@ def test_only_rocm_lets_its_engine_finish_by_default() -> None:
     assert "get_engine_process_shutdown_timeout(" in inspect.getsource(utils.CoreEngineProcManager)
     assert utils.get_engine_process_shutdown_timeout(0, 0) > 0
     assert utils.get_engine_process_shutdown_timeout(7, 3) == 3
-
-
-_SERVER_WITH_AN_ENGINE = """
-import inspect, multiprocessing, time
-from vllm_gaudi_spec.upstream import server
-
-def engine():
-    server._LOOK_EVERY_S = 0.05
-    loop = inspect.unwrap(server.end_engines_with_their_server)
-    loop(lambda engine: print(multiprocessing.current_process().pid, flush=True), None)
-    time.sleep(60)
-
-multiprocessing.get_context("fork").Process(target=engine).start()
-time.sleep(60)
-"""
-
-
-def test_an_engine_ends_when_its_server_is_killed() -> None:
-    server = subprocess.Popen([sys.executable, "-c", _SERVER_WITH_AN_ENGINE], stdout=subprocess.PIPE, text=True)
-    engine = psutil.Process(int(server.stdout.readline()))
-    assert engine.is_running()
-    server.kill()
-    server.wait()
-    assert not still_alive([engine])
 
 
 def test_upstreams_engine_still_never_looks_for_its_server() -> None:
@@ -354,16 +326,21 @@ def test_a_contradiction_is_a_bad_request(unpatch: Callable[[Any, str], None]) -
 KEY = {"Authorization": "Bearer secret"}
 
 
-@pytest.fixture(params=[["--api-key", "secret"], ["--root-path", "/behind"]], ids=["option", "variable and root path"])
-def keyed_app(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
+@pytest.fixture(
+    scope="module",
+    params=[["--api-key", "secret"], ["--root-path", "/behind"]],
+    ids=["option", "variable and root path"],
+)
+def keyed_app(request: pytest.FixtureRequest) -> FastAPI:
     """vLLM's own application, with all routes that any model and setting give it."""
-    if "--api-key" not in request.param:
-        monkeypatch.setenv("VLLM_API_KEY", "secret")
-    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     upstream.guard_every_path()
     words = ["--allowed-origins", '["http://page"]', *request.param]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
-    return build_app(args, get_args(SupportedTask))
+    with pytest.MonkeyPatch.context() as patch:
+        if "--api-key" not in request.param:
+            patch.setenv("VLLM_API_KEY", "secret")
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")
+        return build_app(args, get_args(SupportedTask))
 
 
 def test_every_route_asks_for_the_key(keyed_app: FastAPI) -> None:
