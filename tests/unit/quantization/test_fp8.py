@@ -35,10 +35,6 @@ def test_a_gaudi_3_has_torchs_numbers() -> None:
     assert torch.equal(to_e4m3(inside, largest).view(torch.uint8), inside.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
-def test_q01_gaudi_2_has_no_numbers_of_the_highest_exponent() -> None:
-    assert to_e4m3(torch.tensor([240.0, 247.9, 248.1, 300.0, -1e9]), 240.0).tolist() == [240, 240, 240, 240, -240]
-
-
 def numbers(*shape: int, seed: int) -> torch.Tensor:
     """Of all sizes: sums of their products in float32 depend on the order."""
     generator = torch.Generator().manual_seed(seed)

@@ -63,12 +63,6 @@ def test_a_drafter_is_trusted_when_that_is_said(tmp_path: Path, monkeypatch: pyt
     assert not made.speculative_config.draft_model_config.trust_remote_code, "by itself it means nothing"
 
 
-def test_the_targets_own_folder_is_trusted_as_the_target_is(tmp_path: Path) -> None:
-    upstream.apply()
-    made = with_trusted_target(tmp_path, tmp_path)
-    assert made.speculative_config.draft_model_config.trust_remote_code
-
-
 @pytest.mark.parametrize(
     ("given", "revision", "is_trusted"),
     [
