@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 from vllm import SamplingParams
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.full_tests.tiny_models import common
@@ -35,7 +34,7 @@ from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.platforms import base as platform
 from vllm_gaudi_spec.refusals import drafters, models, speculation
 from vllm_gaudi_spec.refusals.requests import check_request
-from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler
+from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
 from vllm_gaudi_spec.upstream.release import FROM_0_33
 
 
@@ -198,11 +197,11 @@ def test_stays_inactive_beside_another_platform_plugin(monkeypatch: pytest.Monke
 TARGET_MAX_LEN = 512
 
 
-def engine_config(folder: Path, speculative: dict[str, Any] | None, **options: Any) -> VllmConfig:
+def engine_config(
+    folder: Path, speculative: dict[str, Any] | None, model: PretrainedConfig | None = None, **options: Any
+) -> VllmConfig:
     """What the front end makes of a speculative configuration. No weights: none are looked for."""
-    made = LlamaConfig(**common())
-    made.architectures = ["LlamaForCausalLM"]
-    made.save_pretrained(folder)
+    (model or LlamaConfig(**common(), architectures=["LlamaForCausalLM"])).save_pretrained(folder)
     defaults: dict[str, Any] = dict(dtype="float32", max_model_len=TARGET_MAX_LEN, skip_tokenizer_init=True)
     if speculative is not None:
         given = {"num_speculative_tokens": 3} | speculative
@@ -290,7 +289,7 @@ THRESHOLD = "scheduler_config.long_prefill_token_threshold"
 
 # Why a configuration is refused, or None, and what it differs in: its `speculative` configuration, `options` of vLLM,
 # options of `ours`, the `device`, the mode of QUANT_CONFIG (`quant`), and fields that are `changed` afterwards.
-REFUSED: list[tuple[str | None, dict[str, Any]]] = [
+REFUSED: list[Any] = [
     # The speculative configuration
     ("extract_hidden_states is not supported yet", dict(speculative=dict(method="extract_hidden_states"))),
     ("finds nothing that drafts in .* \\(llama\\)", dict(speculative=dict(method="mtp", num_speculative_tokens=1))),
@@ -301,6 +300,11 @@ REFUSED: list[tuple[str | None, dict[str, Any]]] = [
     ("^model has no effect with method ngram", dict(speculative=NGRAM | dict(model="some/model"))),
     ("prompt_lookup_min has no effect with", dict(speculative=SUFFIX | dict(prompt_lookup_min=4))),
     ("suffix_decoding_max_tree_depth has no", dict(speculative=NGRAM | dict(suffix_decoding_max_tree_depth=8))),
+    pytest.param(
+        "disable_eagle_block_drop has no effect with .* medusa",
+        dict(speculative=dict(method="medusa", disable_eagle_block_drop=True)),
+        marks=only_0_32,
+    ),
     ("suffix_decoding_min_token_prob has no", dict(speculative=CUSTOM | dict(suffix_decoding_min_token_prob=0.0))),
     (
         "rejection_sample_method probabilistic keeps .* use strict with coupled",
@@ -382,12 +386,6 @@ def test_unsupported_configuration_is_refused(
         if changed or device != "cpu":  # otherwise the configuration was checked when it was made
             refusals.refuse_unsupported(made, backend_of(device, captures=device != "cpu"))
     assert message is None or len(str(refused.value).splitlines()) == 1
-
-
-@only_0_32
-def test_option_of_heads_is_refused_with_medusa(tmp_path: Path) -> None:
-    with refused_with("disable_eagle_block_drop has no effect with .* medusa"):
-        engine_config(tmp_path, dict(method="medusa", model=str(tmp_path), disable_eagle_block_drop=True))
 
 
 @pytest.mark.parametrize("speculative", [NGRAM, SUFFIX, CUSTOM], ids=str)
@@ -494,16 +492,6 @@ def test_universal_kv_len_default_and_limit(
     made = engine_config(tmp_path, here(UNIVERSAL | more, tmp_path), additional_config=dict(gaudi_spec=options))
     speculation = Speculation.from_vllm(made)
     assert speculation.universal_kv_len == kv_len
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_scheduler_is_one_of_ours(overlap: bool, tmp_path: Path) -> None:
-    for speculative in (None, dict(method="ngram_gpu")):
-        made = engine_config(tmp_path, speculative, async_scheduling=overlap)
-        scheduler = made.scheduler_config.get_scheduler_cls()
-        assert scheduler.__name__ == ("SpecAsyncScheduler" if overlap else "SpecScheduler")
-        assert issubclass(scheduler, AsyncScheduler) == overlap
-        replace(made, parallel_config=made.parallel_config)  # looked at again, it may keep the scheduler that it got
 
 
 class Theirs(SpecScheduler):
@@ -770,8 +758,10 @@ def test_async_scheduling_is_on_unless_something_runs_on_the_host(
     speculative, options = case.get("speculative"), case.get("options", {})
     ours = dict(additional_config={"gaudi_spec": case.get("ours", {})}, async_scheduling=asked)
     made = engine_config(tmp_path, speculative and here(speculative, tmp_path), **ours, **options)
-    replace(made, parallel_config=made.parallel_config)  # as for a drafter that is loaded with a copy
-    assert made.scheduler_config.async_scheduling is (asked is not False and not why)
+    replace(made, parallel_config=made.parallel_config)  # as for a drafter that is loaded with a copy; it may stay
+    overlaps = asked is not False and not why
+    assert made.scheduler_config.async_scheduling is overlaps
+    assert made.scheduler_config.get_scheduler_cls() is (SpecAsyncScheduler if overlaps else SpecScheduler)
     disabled = [line for line in said if line.startswith("Async scheduling is disabled")]
     assert len(disabled) == bool(why and asked is not False)
     assert all(why in line for line in disabled)

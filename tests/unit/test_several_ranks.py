@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from transformers import Qwen3MoeConfig
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import interface
 
 from tests.full_tests.tiny_models import common
@@ -18,14 +17,10 @@ from vllm_gaudi_spec.devices.cpu.platform import CpuSpecPlatform
 from vllm_gaudi_spec.devices.cuda.platform import CudaSpecPlatform
 
 
-def with_experts(folder: Path, **options: Any) -> VllmConfig:
+def with_experts(folder: Path, speculative: dict[str, Any] | None = None, **options: Any) -> VllmConfig:
     experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
-    made = Qwen3MoeConfig(**common(**experts))
-    made.architectures = ["Qwen3MoeForCausalLM"]
-    made.save_pretrained(folder)
-    return EngineArgs(
-        str(folder), dtype="float32", max_model_len=512, skip_tokenizer_init=True, **options
-    ).create_engine_config()
+    model = Qwen3MoeConfig(**common(**experts), architectures=["Qwen3MoeForCausalLM"])
+    return engine_config(folder, speculative, model, **options)
 
 
 TWO = dict(data_parallel_size=2)
@@ -37,21 +32,19 @@ SPREAD = dict(TWO, enable_expert_parallel=True)
     [
         (TWO, "has experts, which data-parallel ranks have to share; add --enable-expert-parallel"),
         (dict(SPREAD, all2all_backend="deepep_low_latency"), "use allgather_reducescatter, which is the default"),
-        (dict(SPREAD, speculative_config=DRAFT), "A drafter with experts does not run data parallel"),
+        (dict(SPREAD, speculative=DRAFT), "A drafter with experts does not run data parallel"),
     ],
     ids=str,
 )
 def test_experts_of_data_parallel_ranks(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    if "speculative_config" in options:
-        options = options | dict(speculative_config=here(DRAFT, tmp_path) | dict(num_speculative_tokens=3))
+    if "speculative" in options:
+        options = options | dict(speculative=here(DRAFT, tmp_path))
     with pytest.raises(UnsupportedConfigError, match=message):
         with_experts(tmp_path, **options)
 
 
 def test_what_is_let_in(tmp_path: Path) -> None:
-    assert (
-        ranks_in_step(with_experts(tmp_path, **SPREAD, speculative_config=NGRAM | dict(num_speculative_tokens=3))) == 2
-    )
+    assert ranks_in_step(with_experts(tmp_path, NGRAM, **SPREAD)) == 2
     # A head without experts runs alone beside a target that has some.
     head: Any = SimpleNamespace(is_moe=False)
     assert ranks_in_step(with_experts(tmp_path, **SPREAD), head) == 1

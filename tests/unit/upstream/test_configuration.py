@@ -21,7 +21,7 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP, JinaRobertaMode
 
 from tests.support.releases import only_0_32
 from tests.support.schedulers import drafter
-from tests.unit.test_config import engine_config
+from tests.unit.test_config import CUSTOM, NGRAM, SUFFIX, engine_config, here
 from vllm_gaudi_spec import config, upstream
 from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.upstream import configuration
@@ -29,6 +29,8 @@ from vllm_gaudi_spec.upstream.release import FROM_0_33
 
 if not FROM_0_33:
     from vllm.transformers_utils.configs.step3p5 import Step3p5Config
+
+MEDUSA = dict(method="medusa")
 
 
 def values_of(kind: Any) -> tuple[str, ...]:
@@ -53,7 +55,7 @@ def test_upstream_still_lacks_our_rules() -> None:
 def test_medusa_is_refused_in_one_line(tmp_path: Path) -> None:
     upstream.apply()
     with pytest.raises(config.UnsupportedConfigError, match=r"^vLLM removed Medusa in 0.33; set method to eagle3 .*$"):
-        engine_config(tmp_path, here("medusa", tmp_path))
+        engine_config(tmp_path, here(MEDUSA, tmp_path))
 
 
 @pytest.mark.skipif(not FROM_0_33, reason="new in vLLM 0.33")
@@ -152,24 +154,17 @@ def test_suffix_needs_no_arctic_inference(monkeypatch: pytest.MonkeyPatch) -> No
         SpeculativeConfig(**options)
 
 
-def here(method: str, folder: Path) -> dict[str, Any]:
-    """A speculative configuration; a drafter's model has to be somewhere."""
-    model = {"medusa": str(folder), "custom_class": "package.Class"}.get(method)
-    return dict(method=method, model=model)
-
-
-# Where vLLM decides about asynchronous scheduling it knows neither of these.
-DEVICE, HOST = (pytest.param("medusa", marks=only_0_32),), ("ngram", "suffix", "custom_class")
-
-
-@pytest.mark.parametrize("method", [*DEVICE, *HOST])
-def test_upstream_still_refuses_to_overlap_steps(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("speculative", [pytest.param(MEDUSA, marks=only_0_32), NGRAM, SUFFIX, CUSTOM], ids=str)
+def test_upstream_still_refuses_to_overlap_steps(
+    speculative: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fails for a method that upstream admits. When none is left `leave_async_scheduling_to_the_platform` can go."""
+    speculative = here(speculative, tmp_path)
     monkeypatch.setattr(upstream, "leave_async_scheduling_to_the_platform", lambda: None)
     monkeypatch.setattr(upstream_vllm, "NgramGPUTypes", upstream_speculative.NgramGPUTypes)
     with pytest.raises(ValueError, match=r"sync scheduling is (only supported with EAGLE|not supported by the V1)"):
-        engine_config(tmp_path, here(method, tmp_path), async_scheduling=True)
-    assert engine_config(tmp_path, here(method, tmp_path)).scheduler_config.async_scheduling is False
+        engine_config(tmp_path, speculative, async_scheduling=True)
+    assert engine_config(tmp_path, speculative).scheduler_config.async_scheduling is False
 
 
 def test_the_list_of_methods_that_overlap_is_used_for_nothing_else() -> None:
