@@ -1,43 +1,29 @@
 """Linear layers of FP8 checkpoints where a device multiplies FP8: beside the product of what was rounded."""
 
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import QKVParallelLinear, ReplicatedLinear
 
 from tests.models.formats import FORMATS, GROUP
+from tests.support.linears import LAYER, layer, load, matrix
 from vllm_gaudi_spec.config import E4M3_MAX
 from vllm_gaudi_spec.quantization.formats import read_format
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic
 from vllm_gaudi_spec.quantization.native_linears import Fp8Linear
-from vllm_gaudi_spec.upstream import tensor_parallel_group
 
-LAYER = "model.layers.0.mlp.up_proj"
 GAUDIS = pytest.mark.parametrize("largest", E4M3_MAX.values(), ids=E4M3_MAX)
 
 
-def matrix(rows: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, 2 * GROUP, generator=torch.Generator().manual_seed(seed))
-
-
-def linear(parts: dict[str, torch.Tensor], name: str, largest: float, bias: bool = False) -> ReplicatedLinear:
+def linear(parts: dict[str, torch.Tensor], name: str, largest: float) -> Any:
     weight, scale = read_format(FORMATS[name].config).find_encoding(LAYER).fp8_rows(parts)
     method = Fp8Linear(arithmetic=HostArithmetic, largest=largest, prefix=LAYER)
-    made = layer_with(method, bias)
+    made = layer(ReplicatedLinear, method, 2 * GROUP, GROUP, bias=False, disable_tp=True)
     made.weight.data.copy_(weight)
     made.weight_scale.data.copy_(scale)
     method.process_weights_after_loading(made)
     return made
-
-
-def layer_with(method: Fp8Linear, bias: bool = False, rows: int = GROUP) -> ReplicatedLinear:
-    config = SimpleNamespace(get_quant_method=lambda *_: method, online_quantization_config=None)
-    with set_current_vllm_config(VllmConfig()), tensor_parallel_group(SimpleNamespace(rank_in_group=0, world_size=1)):
-        return ReplicatedLinear(
-            2 * GROUP, rows, bias=bias, quant_config=config, prefix=LAYER, return_bias=False, disable_tp=True
-        )
 
 
 @GAUDIS
@@ -73,7 +59,7 @@ def test_only_rows_beyond_the_range_are_halved() -> None:
     weight = torch.full((2, 2 * GROUP), 9 * 2.0**-9)
     weight[1, 0] = 448
     method = Fp8Linear(arithmetic=HostArithmetic, largest=240.0, prefix=LAYER)
-    made = layer_with(method, rows=2)
+    made = layer(ReplicatedLinear, method, 2 * GROUP, 2, bias=False, disable_tp=True)
     made.weight.data.copy_(weight)
     made.weight_scale.data.fill_(1)
     method.process_weights_after_loading(made)
@@ -85,19 +71,12 @@ def test_only_rows_beyond_the_range_are_halved() -> None:
 
 def test_merged_projections_cut_for_ranks() -> None:
     """Scales of rows follow their rows."""
-    method = Fp8Linear(arithmetic=HostArithmetic, largest=448.0, prefix="qkv_proj")
-    config = SimpleNamespace(get_quant_method=lambda *_: method, online_quantization_config=None)
+    method = Fp8Linear(arithmetic=HostArithmetic, largest=448.0, prefix=LAYER)
     parts = {shard: FORMATS["ct-fp8-dynamic"].weights(matrix(GROUP, seed))[0] for seed, shard in enumerate("qkv")}
     for rank in range(2):
-        group = SimpleNamespace(rank_in_group=rank, world_size=2)
-        with set_current_vllm_config(VllmConfig()), tensor_parallel_group(group):
-            made = QKVParallelLinear(
-                2 * GROUP, 32, 4, 4, bias=False, quant_config=config, prefix="qkv_proj", return_bias=False
-            )
-            for shard, found in parts.items():
-                for name, tensor in found.items():
-                    parameter = getattr(made, name)
-                    parameter.weight_loader(parameter, tensor, shard)
+        made = layer(QKVParallelLinear, method, 2 * GROUP, 32, 4, 4, bias=False, rank=rank, world=2)
+        for shard, found in parts.items():
+            load(made, found, shard)
         half = slice(rank * 64, (rank + 1) * 64)
         for position, shard in enumerate("qkv"):
             rows = slice(position * 64, (position + 1) * 64)
