@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.unit.quantization.test_quant_config import read
 from vllm_gaudi_spec.attention.operations import VLLMKVCache
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.hpu import fp8 as hpu_fp8
@@ -66,13 +67,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def given(folder: Path, mode: str) -> QuantConfig:
-    path = folder / "quant.json"
-    path.write_text(
-        json.dumps(
-            {"mode": mode, "dump_stats_path": str(folder / "inc"), "blacklist": {"names": ["gate"], "types": ["T"]}}
-        )
-    )
-    return QuantConfig.read(str(path), "QUANT_CONFIG")
+    blocked = {"names": ["gate"], "types": ["T"]}
+    return read(folder, mode=mode, dump_stats_path=str(folder / "inc"), blacklist=blocked)
 
 
 def load_context(*apart: nn.Module) -> LoadContext:

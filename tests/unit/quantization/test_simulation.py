@@ -1,6 +1,6 @@
 """Which modules of a model are measured or quantized, and scales that are not its own."""
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,16 @@ from torch import nn
 
 from fp8_calibration.observers import Measured
 from fp8_calibration.writing import write_files
+from tests.unit.quantization.test_quant_config import read
 from vllm_gaudi_spec.attention.operations import Matmul, Softmax, VLLMKVCache
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.quantization import files, simulation
-from vllm_gaudi_spec.quantization.config import LoadContext, QuantConfig
+from vllm_gaudi_spec.quantization.config import LoadContext
 from vllm_gaudi_spec.quantization.files import Node, Record
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic
 
 METHOD = "maxabs_pow2"
+ALONE = LoadContext(model="", rank=0, world=1, fp8_range=None)
 
 
 class Impl(nn.Module):
@@ -58,16 +60,12 @@ def scales(**changes: Any) -> Record:
 
 
 def apply(folder: Path, record: Record | None = None, apart: tuple[str, ...] = (), **fields: Any) -> Model:
-    prefix = str(folder / "inc")
     if record is not None:
-        write_files(prefix, record, METHOD)
-    path = folder / "quant.json"
-    path.write_text(json.dumps({"mode": "QUANTIZE", "dump_stats_path": prefix, "scale_method": METHOD, **fields}))
+        write_files(folder / "inc", record, METHOD)
     model = Model()
-    load_context = LoadContext(
-        model="", rank=0, world=1, fp8_range=None, apart=[model.get_submodule(name) for name in apart]
-    )
-    simulation.apply(model, QuantConfig.read(str(path), "QUANT_CONFIG"), load_context, HostArithmetic)
+    context = replace(ALONE, apart=[model.get_submodule(name) for name in apart])
+    config = read(folder, dump_stats_path=str(folder / "inc"), **dict(scale_method=METHOD) | fields)
+    simulation.apply(model, config, context, HostArithmetic)
     return model
 
 
@@ -122,13 +120,10 @@ def test_scales_of_another_module_are_refused(node: Node, tmp_path: Path) -> Non
 
 
 def test_missing_or_foreign_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedConfigError, match=r"QUANT_CONFIG: .*world size 2, not 1"):
+        apply(tmp_path, scales(rank=1, world=2))
     with pytest.raises(UnsupportedConfigError, match="QUANT_CONFIG: no scale files"):
-        apply(tmp_path)
-    (two := tmp_path / "two").mkdir()
-    with pytest.raises(UnsupportedConfigError, match="world size 2, not 1"):
-        apply(two, scales(rank=1, world=2))
-    with pytest.raises(UnsupportedConfigError, match="QUANT_CONFIG: no scale files"):
-        apply(tmp_path / "two", scale_method="maxabs_hw")
+        apply(tmp_path, scale_method="maxabs_hw")
 
 
 def test_scales_of_another_model_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,22 +146,14 @@ def test_range_is_that_of_the_scales(tmp_path: Path) -> None:
 
 def test_measuring_needs_the_calibrations_observers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "measure", None)
-    path = tmp_path / "quant.json"
-    path.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "inc")}))
-    context = LoadContext(model="", rank=0, world=1, fp8_range=None)
     with pytest.raises(UnsupportedConfigError, match=r"run that, or use mode QUANTIZE\.$"):
-        simulation.apply(Model(), QuantConfig.read(str(path), "QUANT_CONFIG"), context, HostArithmetic)
+        simulation.apply(Model(), read(tmp_path, mode="MEASURE"), ALONE, HostArithmetic)
 
 
 def test_measurements_are_written_only_after_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "measure", Measured)
-    path = tmp_path / "quant.json"
-    path.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "inc")}))
-    model = Model()
-    quant_config = QuantConfig.read(str(path), "QUANT_CONFIG")
-    measured = simulation.apply(
-        model, quant_config, LoadContext(model="", rank=0, world=1, fp8_range=None), HostArithmetic
-    )
+    model, config = Model(), read(tmp_path, mode="MEASURE", dump_stats_path=str(tmp_path / "inc"))
+    measured = simulation.apply(model, config, ALONE, HostArithmetic)
     measured.write()
     assert not list(tmp_path.glob("inc*"))  # what an earlier run wrote stays
     x = torch.randn(3, 8)
