@@ -9,55 +9,29 @@ from graphlib import TopologicalSorter
 from importlib.util import find_spec
 from pathlib import Path
 
+import grimp
+
 from tests.support.processes import run_code
 
 PACKAGE = Path(__file__).parents[3] / "vllm_gaudi_spec"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def module_of(path: Path) -> str:
-    """Return the dotted name below the package; that of a folder is its `__init__`'s."""
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
-
-
-MODULES = {module_of(path): path for path in FILES}
-
-
-def imported_modules(tree: ast.AST, *, for_types: bool = True) -> set[str]:
-    """Return the modules of the package that a module's tree imports. Without `for_types`, at run time only."""
-    found: set[str] = set()
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not for_types:
-            continue
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm_gaudi_spec"):
-            source = (node.module or "").removeprefix("vllm_gaudi_spec").lstrip(".")
-            for alias in node.names:
-                nested = f"{source}.{alias.name}".lstrip(".")
-                found.add(nested if nested in MODULES else source)
-        found |= imported_modules(node, for_types=for_types)
-    return found & set(MODULES)
-
-
-def import_graph(*, for_types: bool = True) -> dict[str, set[str]]:
-    """Return the modules that each module of the package imports."""
-    trees = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
-    return {name: imported_modules(tree, for_types=for_types) - {name} for name, tree in trees.items()}
-
-
 def test_no_two_rooms_import_each_other() -> None:
     """At run time: annotations bring no code along. Where two need the same thing, move it into a room below them."""
-    edges = {
-        (name.partition(".")[0], other.partition(".")[0])
-        for name, others in import_graph(for_types=False).items()
-        for other in others
-    }
+    graph = grimp.build_graph(PACKAGE.name, exclude_type_checking_imports=True)
+    for room in graph.find_children(PACKAGE.name):
+        graph.squash_module(room)
+    edges = {(room, other) for room in graph.modules for other in graph.find_modules_directly_imported_by(room)}
+    assert edges
     assert {(one, other) for one, other in edges if one < other and (other, one) in edges} == set()
 
 
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
-    graph = import_graph()
-    assert any(graph.values())
-    TopologicalSorter(graph).prepare()  # raises CycleError with the circle
+    graph = grimp.build_graph(PACKAGE.name)
+    imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    assert any(imports.values())
+    TopologicalSorter(imports).prepare()  # raises CycleError with the circle
 
 
 def test_contract_on_the_tools_covers_every_room() -> None:
