@@ -5,6 +5,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,12 +139,16 @@ def test_modified_demo_model_is_rebuilt(change: Callable[[Path], object], tmp_pa
     assert demo_model.damaged_files(folder)
 
 
+def measured(largest: float) -> files.Record:
+    node = files.Node([np.full((1, 1), largest, np.float32)])
+    return files.Record(0, 1, files.MEASURED, {"linear": node}, ["linear"])
+
+
 @pytest.mark.parametrize("ending", [".json", ".npz", "_mod_list.json"])
 def test_measurements_are_not_read_through_a_link_out_of_their_folder(
     ending: str, tmp_path: Path, elsewhere: Path
 ) -> None:
-    record = files.Record(0, 1, files.MEASURED, {"linear": files.Node([np.ones((1, 1), np.float32)])}, ["linear"])
-    stem = write_files(tmp_path / "measured" / "inc", record)
+    stem = write_files(tmp_path / "measured" / "inc", measured(1.0))
     assert files.read(stem).looked_at == ["linear"]
     place = Path(f"{stem}{ending}")
     inside = place.rename(place.parent / "other name")
@@ -153,3 +158,22 @@ def test_measurements_are_not_read_through_a_link_out_of_their_folder(
     place.symlink_to(inside.rename(elsewhere / "measured"))
     with pytest.raises(files.QuantFilesError, match="link out of its folder"):
         files.read(stem)
+
+
+def test_full_disk_leaves_older_measurements_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file can be made on a full disk, and nothing can be written to it: the kernel itself says so."""
+    stem = write_files(tmp_path / "measured" / "inc", measured(1.0))
+    before = {file.name: file.read_bytes() for file in stem.parent.iterdir()}
+    open_file = os.open
+
+    def open_on_full_disk(path: Any, flags: int, *mode: int, **named: Any) -> int:
+        descriptor = open_file(path, flags, *mode, **named)
+        if not flags & os.O_EXCL:
+            return descriptor
+        os.close(descriptor)
+        return open_file("/dev/full", os.O_WRONLY)
+
+    monkeypatch.setattr(os, "open", open_on_full_disk)
+    with pytest.raises(files.QuantFilesError, match=r"cannot be written: No space left on device"):
+        write_files(tmp_path / "measured" / "inc", measured(2.0))
+    assert {file.name: file.read_bytes() for file in stem.parent.iterdir()} == before
