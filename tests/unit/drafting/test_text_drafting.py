@@ -8,14 +8,22 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
-from tests.support.fakes import CapturingBackend, HostBackend, make_requests, make_sampling, new_request, sampled, step
+from tests.support.fakes import (
+    CapturingBackend,
+    HostBackend,
+    make_requests,
+    make_sampling,
+    make_speculation,
+    new_request,
+    sampled,
+    step,
+)
 from tests.support.warm_up import listed, run_jobs
 from tests.unit.drafting.test_drafting import make_context
 from tests.unit.drafting.test_retokenizing import Languages
 from tests.unit.drafting.test_token_bytes import random_texts
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.attention.metadata import Inputs
-from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.universal.text_drafting import RetokenizedProposer, TextDrafting
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
@@ -83,15 +91,9 @@ class Rows:
         if contexts:
             self.shapes = replace(self.shapes, contexts=contexts)
         self.backend = backend or HostBackend()
-        self.speculation = Speculation(
-            method="draft_model",
-            num_drafts=num_drafts,
-            rule="standard",
-            drafting=drafting,
-            drafter_max_len=length,
-            universal=True,
-            universal_context="retokenize",
-            universal_match=match,
+        options = dict(universal=True, universal_context="retokenize", universal_match=match)
+        self.speculation = make_speculation(
+            num_drafts, length, method="draft_model", rule="standard", drafting=drafting, **options
         )
         width = self.shapes.max_context + 1 + num_drafts
         sizes = dict(max_len=width, block_sizes=[BLOCK], max_context=self.shapes.max_context)
@@ -271,19 +273,14 @@ def test_probs_of_sampled_drafts_are_kept() -> None:
             read += rows.translation.to_drafter(torch.tensor([draft])).tolist()
 
 
-def test_nothing_is_rewritten_within_character() -> None:
-    rows = Rows(num_drafts=3, match="slem")
+@pytest.mark.parametrize("match", ["tli", "slem"])
+def test_drafter_waits_within_character(match: str) -> None:
+    """Nothing is rewritten there, and a drafter that lacks the first byte cannot spell the end of the text."""
+    rows = Rows(num_drafts=3, match=match)
     rows.start(prompts(rows))
     first, second = (rows.languages.target.id_by_bytes[bytes([byte])] for byte in "é".encode())
-    assert rows.sample({"b": [first], "c": [7]}) == {"b": [], "c": rows.expected("c")}
-    assert rows.sample({"b": [second]}) == {"b": rows.expected("b")}
-
-
-def test_drafter_waits_if_it_cannot_spell_text_end() -> None:
-    rows = Rows(num_drafts=3)
-    rows.start(prompts(rows))
-    first, second = (rows.languages.target.id_by_bytes[bytes([byte])] for byte in "é".encode())
-    del rows.languages.drafter.id_by_bytes["é".encode()[:1]]
+    if match == "tli":
+        del rows.languages.drafter.id_by_bytes["é".encode()[:1]]
     assert rows.sample({"b": [first], "c": [7]}) == {"b": [], "c": rows.expected("c")}
     assert rows.sample({"b": [second]}) == {"b": rows.expected("b")}
 
