@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.attention_layers import layer
+from tests.support.attention_layers import call, layer
 from tests.unit.test_config import backend_of, engine_config, here
 from vllm_gaudi_spec import device_table, refusals
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Spans
@@ -191,27 +191,21 @@ class Issued(NamedTuple):
     out: list[torch.Tensor]
 
 
-def issued_by(call: AttentionCall, num_blocks: int, spec: AttentionLayerSpec, **options: Any) -> list[Issued]:
+def issued_by(asked: AttentionCall, num_blocks: int, spec: AttentionLayerSpec, **options: Any) -> list[Issued]:
     """Return what attention issues for a call over a cache of `num_blocks` blocks."""
     found: list[Issued] = []
     captures = SimpleNamespace(issue=lambda fused, *given: found.append(Issued(*given)))
     blocks = torch.zeros(num_blocks, 128, 2, 64)
     cache = SimpleNamespace(blocks=lambda: (blocks, blocks))
-    query = torch.zeros(call.num_rows * call.num_queries, 8, 64)
-    ascend_attention.attend(None, captures, query, cache, call, spec, **options)
+    query = torch.zeros(asked.num_rows * asked.num_queries, 8, 64)
+    ascend_attention.attend(None, captures, query, cache, asked, spec, **options)
     return found
 
 
 def issued(num_blocks: int, *, rows: int = 1, width: int = 1, adds_up_blocks: bool = False) -> list[Issued]:
     """Return what attention with one query per row issues for tables of `width` blocks."""
-    call = AttentionCall(
-        num_rows=rows,
-        num_queries=1,
-        starts_B=torch.zeros(rows, dtype=torch.int32),
-        block_table_BW=torch.zeros(rows, width, dtype=torch.int32),
-        host_lengths_B=torch.arange(1, rows + 1),
-    )
-    first, second = (issued_by(call, num_blocks, layer(), adds_up_blocks=adds_up_blocks) for _ in range(2))
+    decode = call([0] * rows, [[0] * width] * rows, host_lengths_B=torch.arange(1, rows + 1))
+    first, second = (issued_by(decode, num_blocks, layer(), adds_up_blocks=adds_up_blocks) for _ in range(2))
     assert all(one.lengths is other.lengths for one, other in zip(first, second, strict=True)), "layers share them"
     return first
 
@@ -241,20 +235,13 @@ def test_npu_a04_rows_are_split_when_their_blocks_may_exceed_the_cache() -> None
 
 def chunks(num_queries: int = 8, **changes: Any) -> AttentionCall:
     """A prompt chunk of 5 tokens after 200, a whole chunk of `num_queries`, and a row of padding."""
-    lengths = torch.tensor([205, num_queries, 1], dtype=torch.int32)
-    given: dict[str, Any] = dict(
-        num_rows=3,
-        num_queries=num_queries,
-        starts_B=torch.tensor([200, 0, 0], dtype=torch.int32),
-        block_table_BW=torch.tensor([[1, 2], [3, 0], [0, 0]], dtype=torch.int32),
-        host_lengths_B=lengths,
-        host_counts_B=torch.tensor([5, num_queries, 0], dtype=torch.int32),
-    )
-    return AttentionCall(**(given | changes))
+    lengths, counts = torch.tensor([[205, num_queries, 1], [5, num_queries, 0]], dtype=torch.int32)
+    given = dict(host_lengths_B=lengths, host_counts_B=counts) | changes
+    return call([200, 0, 0], [[1, 2], [3, 0], [0, 0]], num_queries, **given)
 
 
 @pytest.mark.parametrize(
-    ("call", "changes", "taken"),
+    ("asked", "changes", "taken"),
     [
         (chunks(), {}, True),
         (chunks(), dict(sliding_window=100), True),
@@ -268,8 +255,8 @@ def chunks(num_queries: int = 8, **changes: Any) -> AttentionCall:
     ],
     ids=str,
 )
-def test_calls_with_compressed_masks(call: AttentionCall, changes: dict[str, Any], taken: bool) -> None:
-    assert ascend_attention.takes_compressed_masks(layer(**changes), call) is taken
+def test_calls_with_compressed_masks(asked: AttentionCall, changes: dict[str, Any], taken: bool) -> None:
+    assert ascend_attention.takes_compressed_masks(layer(**changes), asked) is taken
 
 
 def issued_chunks(num_blocks: int = 8, *, compressed: bool = True, **changes: Any) -> list[Issued]:
@@ -292,21 +279,18 @@ def test_npu_a06_a07_a22_chunks_and_their_padding_are_rows() -> None:
     assert one.arguments["block_table"].tolist() == [[1, 2], [1, 2], [3, 0], [3, 0], [0, 0], [0, 0]]
 
 
-def test_npu_a12_windows_of_chunks() -> None:
-    """A window has the last 100 keys, including a query's own."""
+def test_npu_a12_a33_forms_of_chunks() -> None:
+    """A window has the last 100 keys, including a query's own. Chunks go to the kernel that others use, which supports
+    heads of up to 256; correction of queries without keys is for dense masks."""
     (whole,), (window,) = issued_chunks(), issued_chunks(sliding_window=100)
     forms = [
         tuple(part.arguments[name] for name in ("input_layout", "sparse_mode", "pre_tokens", "next_tokens"))
         for part in (whole, window)
     ]
     assert forms == [("TND", 3, 2**31 - 1, 2**31 - 1), ("TND", 4, 99, 0)]
-
-
-def test_npu_a33_chunks_go_to_the_kernel_that_others_use() -> None:
-    """That kernel supports heads of up to 256. Correction of queries without keys is for dense masks."""
-    (chunk,), (rectangle,) = issued_chunks(), issued_chunks(compressed=False)
-    forms = [(part.arguments["input_layout"], part.arguments["inner_precise"]) for part in (chunk, rectangle)]
-    assert forms == [("TND", 0), ("BSND", 2)]
+    (rectangle,) = issued_chunks(compressed=False)
+    assert rectangle.arguments["input_layout"] == "BSND"
+    assert [part.arguments["inner_precise"] for part in (whole, rectangle)] == [0, 2]
 
 
 def test_npu_a04_chunks_are_split_when_their_blocks_may_exceed_the_cache() -> None:

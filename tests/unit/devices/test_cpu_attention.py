@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support.attention_layers import call
 from tests.support.attention_layers import layer as attention_layer
 from tests.support.reference.attention import attend_row
 from vllm_gaudi_spec.attention import torch_ops
@@ -32,24 +33,19 @@ def test_image_tokens_attend_in_both_directions(form: object, window: int | None
     keys, values = torch.randn(2, 5 * BLOCK, KV_HEADS, SIZE)
     cache = torch.zeros(5, KV_HEADS, BLOCK, 2 * SIZE)
     form.write_kv(keys, values, cache, torch.arange(5 * BLOCK), layer)
-    spans = [(row, *span) for row, spans in enumerate(SPANS) for span in spans]
-    rows, firsts, ends = torch.tensor(spans).T
+    numbered = [(row, *span) for row, spans in enumerate(SPANS) for span in spans]
+    rows, firsts, ends = torch.tensor(numbered).T
     lasts = torch.zeros(2, QUERIES, dtype=torch.int32)
-    for row, first, last in spans:
+    for row, first, last in numbered:
         lasts[row, max(first - STARTS[row], 0) : last + 1 - STARTS[row]] = last
-    call = AttentionCall(
-        num_rows=2,
-        num_queries=QUERIES,
-        starts_B=torch.tensor(STARTS, dtype=torch.int32),
-        block_table_BW=torch.tensor([[2, 0], [4, 3]], dtype=torch.int32),
-        spans=Spans(lasts, SpanRows(rows, firsts.int(), ends.int())),
-    )
+    spans = Spans(lasts, SpanRows(rows, firsts.int(), ends.int()))
+    asked = call(STARTS, [[2, 0], [4, 3]], QUERIES, spans=spans)
     query = torch.randn(2, QUERIES, HEADS, SIZE)
     given = query.flatten(0, 1)
     if is_packed:
         packed = Packed.from_counts(torch.tensor(REAL, dtype=torch.int32), QUERIES)
-        call, given = replace(call, packed=packed), given.index_select(0, packed.index_T)
-    found = form.attend(given, cache, call, layer)
+        asked, given = replace(asked, packed=packed), given.index_select(0, packed.index_T)
+    found = form.attend(given, cache, asked, layer)
     found_by_row = found.split(REAL) if is_packed else found.unflatten(0, (2, QUERIES))
     for row, blocks in enumerate([{0: 2}, {0: 4, 1: 3}]):
         blocks_NSKD = (stored.view(5, BLOCK, KV_HEADS, SIZE) for stored in (keys, values))
@@ -69,21 +65,15 @@ def test_layers_without_a_window_can_stay_causal_over_images(window: int | None,
     layer._ops.write_kv(keys, values, cache, torch.arange(2 * BLOCK), layer.spec)
     rows = SpanRows(torch.tensor([0]), *torch.tensor([[2], [6]], dtype=torch.int32))
     lasts = torch.tensor([[0, 0, 6, 6, 6, 6, 6, 0]], dtype=torch.int32)
-    call = AttentionCall(
-        num_rows=1,
-        num_queries=8,
-        starts_B=torch.tensor([0], dtype=torch.int32),
-        block_table_BW=torch.tensor([[1]], dtype=torch.int32),
-        spans=Spans(lasts, rows, in_windows_only),
-    )
+    asked = call([0], [[1]], 8, spans=Spans(lasts, rows, in_windows_only))
     query = torch.randn(8, HEADS, SIZE)
-    found = layer.forward(None, query, None, None, cache, call)
+    found = layer.forward(None, query, None, None, cache, asked)
     blocks_NSKD = (stored.view(2, BLOCK, KV_HEADS, SIZE) for stored in (keys, values))
     spans = [] if in_windows_only and window is None else [(2, 6)]
     assert (layer.spec.scale, layer.spec.sliding_window) == (SIZE**-0.5, window)
     expected = attend_row(query, *blocks_NSKD, {0: 1}, 0, layer.spec, spans)
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=0)
-    assert call.spans is not None, "the next layer has a window"
+    assert asked.spans is not None, "the next layer has a window"
 
 
 @pytest.mark.parametrize(("shares_kv", "from_start"), [(False, True), (True, True), (False, False)])
@@ -97,15 +87,9 @@ def test_first_chunk_is_given_its_keys_finite(
     layer.bind(SimpleNamespace(layer_name="a layer"), cache, load_backend())
     given: list[AttentionCall] = []
     monkeypatch.setattr(layer._ops, "attend", lambda query, kv_cache, call, spec: given.append(call), raising=False)
-    call = AttentionCall(
-        num_rows=1,
-        num_queries=2,
-        starts_B=torch.tensor([0], dtype=torch.int32),
-        block_table_BW=torch.tensor([[1]], dtype=torch.int32),
-        from_start=from_start,
-    )
     key, value = (torch.full((2, KV_HEADS, SIZE), number) for number in (torch.nan, torch.inf))
-    layer.forward(None, torch.zeros(2, HEADS, SIZE), key, value, cache, call)
-    (call,) = given
-    assert len(call.fresh_kv) == (2 if from_start and not shares_kv else 0)
-    assert all(part.isfinite().all() for part in call.fresh_kv)
+    asked = call([0], [[1]], 2, from_start=from_start)
+    layer.forward(None, torch.zeros(2, HEADS, SIZE), key, value, cache, asked)
+    (passed,) = given
+    assert len(passed.fresh_kv) == (2 if from_start and not shares_kv else 0)
+    assert all(part.isfinite().all() for part in passed.fresh_kv)

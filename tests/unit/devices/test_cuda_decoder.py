@@ -22,6 +22,7 @@ from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, 
 from vllm.model_executor.models.qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP
 from vllm.model_executor.models.qwen3 import Qwen3Attention
 
+from tests.support.attention_layers import call
 from tests.support.attention_layers import layer as attention_layer
 from vllm_gaudi_spec.attention.metadata import AttentionCall
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
@@ -134,19 +135,18 @@ def test_attention(
         def forward(self, *args: Any) -> Any:
             return self.forward_oot(*args)
 
-    starts = torch.tensor([3, 18], dtype=torch.int32, device=DEVICE)[: 1 if queries > 16 else 2]
-    table = torch.tensor([[1, 4, 3], [2, 5, 6]], dtype=torch.int32, device=DEVICE)[: len(starts)]
-    call = AttentionCall(num_rows=len(starts), num_queries=queries, starts_B=starts, block_table_BW=table)
-    positions_BQ = starts[:, None].long() + torch.arange(queries, device=DEVICE)
-    slots_T = (table.gather(1, positions_BQ // 16).long() * 16 + positions_BQ % 16).flatten()
+    rows = 1 if queries > 16 else 2
+    asked = call([3, 18][:rows], [[1, 4, 3], [2, 5, 6]][:rows], queries, device=DEVICE.type)
+    positions_BQ = asked.starts_B[:, None].long() + torch.arange(queries, device=DEVICE)
+    slots_T = (asked.block_table_BW.gather(1, positions_BQ // 16).long() * 16 + positions_BQ % 16).flatten()
     attention = make_layer(LlamaDecoderLayer, attention_class, LlamaMLP).self_attn
     attention.rotary_emb = Rotary(SIZE, SIZE, 64, 10000.0, True, torch.float32).to(DEVICE)
     attention.head_dim, attention.num_heads, attention.num_kv_heads = SIZE, HEADS, 2
     if attention_class is Qwen3Attention:
         attention.q_norm, attention.k_norm = RMSNorm(SIZE).to(DEVICE), RMSNorm(SIZE).to(DEVICE)
         attention.q_norm.weight.data.normal_()
-    attention.attn = layer = AttentionLayer(call, slots_T, owner)
-    context = SimpleNamespace(attn_metadata={"layer": call}, slot_mapping={"layer": slots_T})
+    attention.attn = layer = AttentionLayer(asked, slots_T, owner)
+    context = SimpleNamespace(attn_metadata={"layer": asked}, slot_mapping={"layer": slots_T})
     monkeypatch.setattr(decoder, "get_forward_context", lambda: context)
     hidden = torch.randn(len(slots_T), HIDDEN, device=DEVICE)
     before = [stored.clone() for stored in layer.kv_cache.tensors()]

@@ -5,29 +5,19 @@ import dataclasses
 import pytest
 import torch
 
+from tests.support.attention_layers import call
 from tests.unit.attention.test_paged_attention import TOLERANCE, make_scene
-from vllm_gaudi_spec.attention.metadata import AttentionCall
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 from vllm_gaudi_spec.upstream.flash_attention import find_flash_attention
 
 QUERIES = 32
 
 
-def make_call(starts: list[int], tables: list[list[int]]) -> AttentionCall:
-    return AttentionCall(
-        num_rows=len(starts),
-        num_queries=QUERIES,
-        starts_B=torch.tensor(starts, dtype=torch.int32),
-        block_table_BW=torch.tensor(tables, dtype=torch.int32),
-    )
-
-
 def test_rows_that_continue_one_another_are_one_sequence() -> None:
     from vllm_gaudi_spec.devices.cuda.prompts import join_rows
 
     first, second, pad = [1, 2, 3], [1, 4, 0], [0, 0, 0]
-    call = make_call([64, 96, 128, 128, 0, 0], [first, first, first, second, pad, pad])
-    found = join_rows(call)
+    found = join_rows(call([64, 96, 128, 128, 0, 0], [first, first, first, second, pad, pad], QUERIES))
     assert found.ends_S.tolist() == [0, 96, 128, 160, 192, 192, 192]
     assert found.lengths_B.tolist() == [160, 160, 32, 32, 0, 0]
     assert found.block_table_BW[:4].tolist() == [first, second, pad, pad]
@@ -37,7 +27,7 @@ def test_rows_that_continue_one_another_are_one_sequence() -> None:
 def test_requests_with_a_shared_prefix_are_two_sequences() -> None:
     from vllm_gaudi_spec.devices.cuda.prompts import join_rows
 
-    found = join_rows(make_call([64, 96], [[1, 2, 3], [1, 2, 4]]))
+    found = join_rows(call([64, 96], [[1, 2, 3], [1, 2, 4]], QUERIES))
     assert found.ends_S.tolist() == [0, 32, 64]
     assert found.lengths_B.tolist() == [96, 128]
 

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
-from vllm_gaudi_spec.attention.metadata import AttentionCall
+from tests.support.attention_layers import call
 from vllm_gaudi_spec.devices.common import layers
 
 HEAD, LENGTH = 8, 64
@@ -53,11 +53,6 @@ def rotary(config: VllmConfig, halves: bool, turning: type) -> Any:
     return cls(HEAD, HEAD, LENGTH, 10000.0, halves, torch.float32)
 
 
-def call() -> AttentionCall:
-    zeros = torch.zeros(1, dtype=torch.int32)
-    return AttentionCall(num_rows=1, num_queries=3, starts_B=zeros, block_table_BW=zeros[:, None])
-
-
 def turned(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     query, key = torch.randn(3, 2 * HEAD), torch.randn(3, HEAD)
@@ -70,7 +65,7 @@ def turned(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 def test_layers_of_a_forward_share_tables(rotary: Any, given: list[Any], config: VllmConfig) -> None:
     positions = torch.tensor([3, 9, 0])
-    with set_forward_context({"layer": call()}, config, 3):
+    with set_forward_context({"layer": call([0], [[0]], 3)}, config, 3):
         turned(rotary, positions)
         turned(rotary, positions)
     assert len({id(cos) for cos, _ in given}) == len({id(sin) for _, sin in given}) == 1
@@ -79,7 +74,7 @@ def test_layers_of_a_forward_share_tables(rotary: Any, given: list[Any], config:
 
 def test_other_positions_have_other_tables(rotary: Any, config: VllmConfig) -> None:
     """Even if they reuse the memory of earlier positions."""
-    with set_forward_context({"layer": call()}, config, 3):
+    with set_forward_context({"layer": call([0], [[0]], 3)}, config, 3):
         for start in range(20):
             turned(rotary, torch.arange(start, start + 3))
 
@@ -88,7 +83,7 @@ def test_next_forward_has_other_tables(rotary: Any, config: VllmConfig) -> None:
     """A buffer may hold other positions by then."""
     positions = torch.tensor([3, 9, 0])
     for _ in range(3):
-        with set_forward_context({"layer": call()}, config, 3):
+        with set_forward_context({"layer": call([0], [[0]], 3)}, config, 3):
             turned(rotary, positions)
         positions += 5
 

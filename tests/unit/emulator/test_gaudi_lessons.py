@@ -5,6 +5,7 @@ docs/contributing/quirks.md has the rows by number; card_emulator/tests/gaudi/te
 
 import importlib
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,11 @@ from card_emulator.card import DEVICE
 from card_emulator.gaudi import fused, habana, ownership
 from card_emulator.gaudi.models import MODELS
 from card_emulator.testing import graph
+from tests.support.attention_layers import call
 from tests.support.attention_layers import layer as attention_layer
 from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.attention.flat import choose_group
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FlatBlocks
+from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec, FlatBlocks
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 from vllm_gaudi_spec.devices.hpu import backend as hpu_backend
 from vllm_gaudi_spec.devices.hpu.backend import make_backend, mark_layers
@@ -150,10 +152,9 @@ def test_l27_recurrences_have_five_dimensions(card: Any, num_decays: int) -> Non
 def test_o04_attention_of_one_head_and_one_query(card: Any) -> None:
     kv = KVPair(*(torch.ones(32, 1, 8, device="hpu") for _ in range(2)), 16)
     zero = torch.zeros(1, dtype=torch.int32, device="hpu")
-    call = AttentionCall(
-        num_rows=1, num_queries=1, starts_B=zero, block_table_BW=zero.view(1, 1), flat=FlatBlocks(zero + 1, zero, zero)
-    )
-    out = make_backend().attention.attend(torch.ones(1, 1, 8, device="hpu"), kv, call, one_head(torch.float32, "llama"))
+    listed = call([0], [[0]], device="hpu", flat=FlatBlocks(zero + 1, zero, zero))
+    query = torch.ones(1, 1, 8, device="hpu")
+    out = make_backend().attention.attend(query, kv, listed, one_head(torch.float32, "llama"))
     assert out.flatten().tolist() == [1.0] * 8
 
 
@@ -168,16 +169,11 @@ def test_decode_of_long_rows_runs_few_operators(card: Any) -> None:
         num_entries = num_blocks // group
         rows_N = torch.arange(rows, dtype=torch.int32).repeat_interleave(num_entries // rows)
         index_N = torch.arange(num_entries // rows, dtype=torch.int32).repeat(rows) * group
-        listed = [torch.arange(1, num_blocks + 1, dtype=torch.int32), rows_N, index_N]
-        call = AttentionCall(
-            num_rows=rows,
-            num_queries=queries,
-            starts_B=torch.tensor([508, 400], dtype=torch.int32).to("hpu"),
-            block_table_BW=torch.zeros(rows, num_blocks // rows, dtype=torch.int32, device="hpu"),
-            flat=FlatBlocks(*(one.to("hpu") for one in listed)),
-        )
+        blocks = torch.arange(1, num_blocks + 1, dtype=torch.int32), rows_N, index_N
+        flat = FlatBlocks(*(one.to("hpu") for one in blocks))
+        listed = call([508, 400], [[0] * (num_blocks // rows)] * rows, queries, device="hpu", flat=flat)
         before = card.counters.total.ops
-        out = make_backend().attention.attend(query_THD, kv, call, one_head(torch.bfloat16, "llama"))
+        out = make_backend().attention.attend(query_THD, kv, listed, one_head(torch.bfloat16, "llama"))
         operators.append(card.counters.total.ops - before)
         torch.testing.assert_close(out.cpu(), torch.ones_like(query_THD).cpu(), atol=1e-2, rtol=0.0)
     assert group == 2
@@ -196,9 +192,18 @@ def two_rows(attention: Any, spec: AttentionLayerSpec) -> torch.Tensor:
     """Of four tokens each, after none and after three, with random numbers: each query sees other keys."""
     some = torch.Generator().manual_seed(0)
     query, *kv = (torch.randn(count, 1, 8, generator=some).to("hpu", torch.bfloat16) for count in (8, 48, 48))
-    starts, table = (torch.tensor(values, dtype=torch.int32).to("hpu") for values in ([0, 3], [[1], [2]]))
-    call = AttentionCall(num_rows=2, num_queries=4, starts_B=starts, block_table_BW=table)
-    return attention.attend(query, KVPair(*kv, 16), call, spec)
+    return attention.attend(query, KVPair(*kv, 16), call([0, 3], [[1], [2]], 4, device="hpu"), spec)
+
+
+def observe_kernel(attention: Any, observe: Callable[..., None]) -> None:
+    """Pass the arguments of each call of the fused kernel to `observe` first."""
+    kernel = attention._fused_sdpa
+
+    def apply(*args: Any) -> torch.Tensor:
+        observe(*args)
+        return kernel.apply(*args)
+
+    attention._fused_sdpa = SimpleNamespace(apply=apply)
 
 
 def test_a30_a_mask_of_2_gib_is_passed_in_parts(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,14 +216,8 @@ def test_a30_a_mask_of_2_gib_is_passed_in_parts(card: Any, monkeypatch: pytest.M
     for largest, sizes in ((4 * 32 + 1, [4]), (4 * 32, [2, 2]), (3 * 32, [2, 2]), (2 * 32, [1, 1, 1, 1])):
         monkeypatch.setattr(hpu_backend, "LARGEST_MASK", largest)
         monkeypatch.setattr(fused, "MASK_OVERFLOW", largest)
-        attention: Any = hpu_backend.make_backend().attention
-        kernel, called = attention._fused_sdpa, []
-
-        def attend(query: torch.Tensor, *args: Any, kernel: Any = kernel, called: list[int] = called) -> torch.Tensor:
-            called.append(query.shape[2])
-            return kernel.apply(query, *args)
-
-        attention._fused_sdpa = SimpleNamespace(apply=attend)
+        attention, called = hpu_backend.make_backend().attention, []
+        observe_kernel(attention, lambda query, *_, called=called: called.append(query.shape[2]))
         assert torch.equal(two_rows(attention, spec).cpu(), expected.cpu())
         assert called == sizes
     card.hostile = False
@@ -228,17 +227,8 @@ def test_a30_a_mask_of_2_gib_is_passed_in_parts(card: Any, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("model_type", "mode"), [("llama", "fast"), ("qwen2", "fp32")])
 def test_a11_the_fast_softmax_is_too_coarse_for_some_models(card: Any, model_type: str, mode: str) -> None:
-    backend, modes = make_backend(), []
-    attention: Any = backend.attention
-    kernel = attention._fused_sdpa
-
-    class Seen:
-        @staticmethod
-        def apply(*args: Any) -> torch.Tensor:
-            modes.append(args[7])
-            return kernel.apply(*args)
-
-    attention._fused_sdpa = Seen
+    attention, modes = make_backend().attention, []
+    observe_kernel(attention, lambda *args: modes.append(args[7]))
     one_step(attention, one_head(torch.bfloat16, model_type))
     assert modes == [mode]
 
@@ -250,14 +240,8 @@ def test_a13_a_marker_follows_attention_with_sinks(card: Any, sinks: bool) -> No
     if sinks:
         spec = replace(spec, sinks_H=torch.zeros(1, dtype=torch.bfloat16, device="hpu"))
     issued: list[str] = []
-    kernel, bridge = attention._fused_sdpa, attention._bridge
-
-    def attend(*args: Any) -> torch.Tensor:
-        issued.append(f"attention of {len(args)} arguments")
-        return kernel.apply(*args)
-
-    attention._fused_sdpa = SimpleNamespace(apply=attend)
-    attention._bridge = SimpleNamespace(regions=bridge.regions, mark_step=lambda: issued.append("marker"))
+    observe_kernel(attention, lambda *args: issued.append(f"attention of {len(args)} arguments"))
+    attention._bridge = SimpleNamespace(regions=attention._bridge.regions, mark_step=lambda: issued.append("marker"))
     one_step(attention, spec)
     assert issued == (["attention of 15 arguments", "marker"] if sinks else ["attention of 11 arguments"])
 
@@ -296,7 +280,5 @@ def test_a32_sinks_that_the_bridge_drops(card: Any, release: str, monkeypatch: p
 def one_step(attention: Any, spec: AttentionLayerSpec) -> torch.Tensor:
     """Of a prompt of four tokens, over a cache of ones."""
     kv = KVPair(*(torch.ones(32, 1, 8, dtype=torch.bfloat16, device="hpu") for _ in range(2)), 16)
-    starts, table = torch.zeros(1, dtype=torch.int32, device="hpu"), torch.ones(1, 1, dtype=torch.int32, device="hpu")
-    call = AttentionCall(num_rows=1, num_queries=4, starts_B=starts, block_table_BW=table)
     query = torch.zeros(4, 1, 8, dtype=torch.bfloat16, device="hpu")
-    return attention.attend(query, kv, call, spec)
+    return attention.attend(query, kv, call([0], [[1]], 4, device="hpu"), spec)

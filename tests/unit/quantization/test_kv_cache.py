@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.attention_layers import call
 from tests.support.attention_layers import layer as attention_layer
 from tests.support.reference.attention import attend_row
 from tests.support.reference.e4m3 import nearest
 from vllm_gaudi_spec.attention import torch_ops
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.quantization import models
 from vllm_gaudi_spec.quantization.fp8 import Arithmetic, HostArithmetic
@@ -26,7 +27,7 @@ HOST = HostArithmetic(448.0)
 SPEC = attention_layer(num_heads=HEADS, dtype=torch.float32, block_size=BLOCK, kv_dtype=KV_DTYPE)
 START = 2 * BLOCK + BLOCK - 2
 """Tokens before the step, whose last queries are in another block than its first ones."""
-TABLE = torch.tensor([[3, 1, 6, 2, 0, 0]], dtype=torch.int32)
+TABLE = [3, 1, 6, 2, 0, 0]
 
 
 def impl_with(arithmetic: Arithmetic, scales: tuple[torch.Tensor, torch.Tensor] = SCALES) -> RectangleAttentionImpl:
@@ -49,13 +50,7 @@ QUERY = numbers(QUERIES, HEADS, 2)
 
 
 def slots(positions: range) -> torch.Tensor:
-    return torch.tensor([int(TABLE[0, p // BLOCK]) * BLOCK + p % BLOCK for p in positions])
-
-
-def call_of(start: int, queries: int) -> AttentionCall:
-    return AttentionCall(
-        num_rows=1, num_queries=queries, starts_B=torch.tensor([start], dtype=torch.int32), block_table_BW=TABLE
-    )
+    return torch.tensor([TABLE[p // BLOCK] * BLOCK + p % BLOCK for p in positions])
 
 
 def stored(cache: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor] = SCALES) -> None:
@@ -87,7 +82,7 @@ def test_read_values_are_e4m3_numbers(scales: tuple[torch.Tensor, torch.Tensor])
     stored(cache, scales)
     positions = range(START, START + QUERIES)
     torch_ops.write_kv(KEYS[START:], VALUES[START:], cache, slots(positions), with_operations(impl))
-    found = torch_ops.attend(QUERY, cache, call_of(START, QUERIES), with_operations(impl))
+    found = torch_ops.attend(QUERY, cache, call([START], [TABLE], QUERIES), with_operations(impl))
     torch.testing.assert_close(found.double(), expected(scales), rtol=0.0, atol=1e-5)
     # Three bits of 64 numbers a key: scores of size 4 move by 0.2, and values by a sixteenth at most.
     error = (found.double() - expected(rounded=False)).abs()
@@ -101,11 +96,11 @@ def test_verify_step_has_the_bits_of_decodes() -> None:
         stored(cache)
     positions = range(START, START + QUERIES)
     torch_ops.write_kv(KEYS[START:], VALUES[START:], together, slots(positions), with_operations(impl))
-    verified = torch_ops.attend(QUERY, together, call_of(START, QUERIES), with_operations(impl))
+    verified = torch_ops.attend(QUERY, together, call([START], [TABLE], QUERIES), with_operations(impl))
     for index, position in enumerate(positions):
         key, value = (x[position : position + 1] for x in (KEYS, VALUES))
         torch_ops.write_kv(key, value, apart, slots(range(position, position + 1)), with_operations(impl))
-        plain = torch_ops.attend(QUERY[index : index + 1], apart, call_of(position, 1), with_operations(impl))
+        plain = torch_ops.attend(QUERY[index : index + 1], apart, call([position], [TABLE]), with_operations(impl))
         assert torch.equal(plain[0], verified[index])
     assert torch.equal(together.view(torch.uint8), apart.view(torch.uint8))
 
