@@ -1,6 +1,5 @@
 """Data-parallel ranks that share experts run the same rectangles, whatever work each of them has."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,13 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.test_config import engine_config
-from vllm_gaudi_spec.config import Options
+from tests.unit.runner.test_shapes import shapes as make_shapes
 from vllm_gaudi_spec.device_table import load_backend
 from vllm_gaudi_spec.records import DECODE, Planned, Request
 from vllm_gaudi_spec.runner.extensions import data_parallel
 from vllm_gaudi_spec.runner.extensions.data_parallel import DataParallelLockstep, Rectangle, merge_plans
-from vllm_gaudi_spec.runner.shapes import Shapes
 
 DECODES = st.builds(Rectangle, st.just(1), st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 4)))
 CHUNKS = st.builds(Rectangle, st.just(0), st.just(1), st.sampled_from((16, 32, 64)))
@@ -37,19 +34,9 @@ def test_merged_plans_keep_the_order_of_every_rank(plans: list[list[Rectangle]])
     assert len(steps) <= sum(map(len, plans))
 
 
-MAX_LEN, K = 64, 3
-
-
-@pytest.fixture
-def shapes(tmp_path: Path) -> Shapes:
-    config = engine_config(tmp_path, None, max_num_seqs=4, max_model_len=MAX_LEN)
-    config.parallel_config.data_parallel_size = 2
-    config.model_config = SimpleNamespace(max_model_len=MAX_LEN, is_moe=True)
-    return Shapes.from_config(config, Options(), load_backend(), (K,))
-
-
-def test_lockstep_shapes_are_listed(shapes: Shapes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lockstep_shapes_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever shapes other ranks bring, this rank runs shapes that warm-up has run."""
+    shapes = make_shapes(max_num_seqs=4, max_len=64, drafts=3, num_ranks=2, backend=load_backend())
     assert shapes.prefill_rows == (1,)
     here = DataParallelLockstep(shapes, max_forwards=5)
     group = SimpleNamespace(rank_in_group=0)

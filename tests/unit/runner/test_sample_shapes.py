@@ -2,15 +2,14 @@
 
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.support.fakes import HostBackend
-from vllm_gaudi_spec.config import Options
+from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.devices.hpu.backend import TRAITS
-from vllm_gaudi_spec.runner.shapes import SampleShapes, Shapes
+from vllm_gaudi_spec.runner.shapes import SampleShapes
 from vllm_gaudi_spec.sampling.params import Sampling
 
 VOCAB = 128256
@@ -19,15 +18,6 @@ MAX_GRAPHS = 40
 
 class Gaudi(HostBackend):
     traits = replace(TRAITS, torch_device=torch.device("cpu"))
-
-
-def shapes_of(max_rows: int, max_len: int, num_drafts: int, backend: HostBackend) -> Shapes:
-    config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=max_rows, max_num_batched_tokens=2048),
-        model_config=SimpleNamespace(max_model_len=max_len, is_moe=False),
-        parallel_config=SimpleNamespace(data_parallel_size=1),
-    )
-    return Shapes.from_config(config, Options(), backend, (num_drafts,) if num_drafts else ())
 
 
 def sample_shapes(
@@ -41,7 +31,7 @@ def sample_shapes(
 ) -> tuple[SampleShapes, Sampling]:
     backend = Gaudi()
     found = SampleShapes(
-        shapes_of(max_rows, max_len, num_drafts, backend),
+        shapes(max_rows, max_len=max_len, drafts=num_drafts, backend=backend),
         max_rows=max_rows,
         lists=lists,
         needs_rectangle={False: False, True: rectangles},

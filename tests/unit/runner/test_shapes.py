@@ -3,6 +3,7 @@
 import random
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ def shapes(
     captures: bool = False,
     causal_first_chunks: bool = False,
     slice_tokens: int = 0,
+    backend: Any = None,
     **options: object,
 ) -> Shapes:
     config = SimpleNamespace(
@@ -53,10 +55,9 @@ def shapes(
         flat_decode=flat,
         block_size=16,
     )
-    backend = SimpleNamespace(traits=traits)
     widths = (drafts,) if drafts else ()
-    chosen = Options(**options)
-    return Shapes.from_config(config, chosen, backend, widths, num_blocks=num_blocks, slices_chunks=True)
+    device, chosen = backend or SimpleNamespace(traits=traits), Options(**options)
+    return Shapes.from_config(config, chosen, device, widths, num_blocks=num_blocks, slices_chunks=True)
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -10,7 +10,15 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
-from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend, make_requests, new_request, step
+from tests.support.fakes import (
+    CapturingBackend,
+    CompilingBackend,
+    HostBackend,
+    make_requests,
+    make_speculation,
+    new_request,
+    step,
+)
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.records import SampleShape, StepResult
@@ -184,19 +192,9 @@ class Case:
 
 
 RULES = {
-    "strict": Speculation(method="draft_model", num_drafts=K, rule="strict", drafting="greedy", drafter_max_len=99),
-    "synthetic": Speculation(
-        method="draft_model",
-        num_drafts=K,
-        rule="synthetic",
-        drafting="greedy",
-        drafter_max_len=99,
-        synthetic_rates=(0.9, 0.7, 0.5),
-    ),
-    **{
-        name: Speculation(method="draft_model", num_drafts=K, rule=name, drafting="probabilistic", drafter_max_len=99)
-        for name in ("standard", "block")
-    },
+    "strict": make_speculation(K),
+    "synthetic": make_speculation(K, rule="synthetic", synthetic_rates=(0.9, 0.7, 0.5)),
+    **{name: make_speculation(K, rule=name, drafting="probabilistic") for name in ("standard", "block")},
 }
 
 

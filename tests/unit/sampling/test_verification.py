@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.fakes import HostBackend
-from vllm_gaudi_spec.config import Speculation, UnsupportedConfigError
+from tests.support.fakes import HostBackend, make_speculation
+from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.records import Drafts, Verification
 from vllm_gaudi_spec.sampling.branches import Branch
 from vllm_gaudi_spec.sampling.noise import fold_seed
@@ -19,10 +19,7 @@ ROWS, K, VOCAB = 64, 3, 12
 
 
 def rule(name: str, drafting: str) -> Rule:
-    speculation = Speculation(
-        method="draft_model", num_drafts=K, rule=name, drafting=drafting, drafter_max_len=100, synthetic_rates=(1, 1, 1)
-    )
-    return choose_rule(speculation, HostBackend())
+    return choose_rule(make_speculation(K, rule=name, drafting=drafting, synthetic_rates=(1, 1, 1)), HostBackend())
 
 
 def test_unknown_rule_is_refused() -> None:
