@@ -26,28 +26,23 @@ ROWS, COLUMNS = 24, 16
 
 
 @pytest.fixture(scope="module")
-def no_emulator() -> Iterator[None]:
+def inc() -> Iterator[SimpleNamespace]:
     """It looks for a card when it is imported."""
     with pytest.MonkeyPatch.context() as patch:
         forget_bridge(patch)
-        yield
+        from neural_compressor.torch.algorithms.fp8_quant._core import common
+        from neural_compressor.torch.algorithms.fp8_quant._core.scale_methods import ops_quantizer, scale_method_config
+        from neural_compressor.torch.algorithms.fp8_quant._quant_common import quant_config
+        from neural_compressor.torch.algorithms.fp8_quant.model_configs import ModuleConfig
+        from neural_compressor.torch.algorithms.fp8_quant.prepare_quant import prepare_model
+        from neural_compressor.torch.utils.auto_accelerator import INCAcceleratorType
 
-
-@pytest.fixture(scope="module")
-def inc(no_emulator: None) -> SimpleNamespace:
-    from neural_compressor.torch.algorithms.fp8_quant._core import common
-    from neural_compressor.torch.algorithms.fp8_quant._core.scale_methods import ops_quantizer, scale_method_config
-    from neural_compressor.torch.algorithms.fp8_quant._quant_common import quant_config
-    from neural_compressor.torch.algorithms.fp8_quant.model_configs import ModuleConfig
-    from neural_compressor.torch.algorithms.fp8_quant.prepare_quant import prepare_model
-    from neural_compressor.torch.utils.auto_accelerator import INCAcceleratorType
-
-    return SimpleNamespace(
-        cards={"gaudi2": INCAcceleratorType.GAUDI2, "gaudi3": INCAcceleratorType.GAUDI3},
-        **{module.__name__.rpartition(".")[2]: module for module in (common, ops_quantizer, scale_method_config)},
-        **{module.__name__.rpartition(".")[2]: module for module in (quant_config, prepare_model)},
-        ModuleConfig=ModuleConfig,
-    )
+        yield SimpleNamespace(
+            cards={"gaudi2": INCAcceleratorType.GAUDI2, "gaudi3": INCAcceleratorType.GAUDI3},
+            **{module.__name__.rpartition(".")[2]: module for module in (common, ops_quantizer, scale_method_config)},
+            **{module.__name__.rpartition(".")[2]: module for module in (quant_config, prepare_model)},
+            ModuleConfig=ModuleConfig,
+        )
 
 
 def theirs(inc: SimpleNamespace, kind: str, node: Node, method: str, card: str, weight: torch.Tensor | None) -> Any:

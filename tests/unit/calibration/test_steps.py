@@ -121,26 +121,16 @@ def test_a_module_that_saw_nothing(run: Run, folder: Folder) -> None:
     assert config["blocklist"]["names"] == [r"^model\.fc$", "^lm_head$"]
 
 
-STEPS = {
-    "step_4_postprocess": lambda role: role.measured,
-    "step_5_unify_ranks": lambda role: role.processed,
-    "step_6_make_scales": lambda role: role.final,
-}
-
-
-def up_to(script: str, run: Run, folder: Folder) -> None:
-    run("step_1_detect_device", "--out", folder.root)
-    for earlier in STEPS:
-        if earlier == script:
-            return
-        assert run(earlier, "--out", folder.root)[0] == 0
+STEPS = ["step_4_postprocess", "step_5_unify_ranks", "step_6_make_scales"]
 
 
 @pytest.mark.parametrize("script", STEPS)
 def test_another_model_stops_a_step(
     run: Run, folder: Folder, models: dict[str, str], tmp_path: Path, script: str
 ) -> None:
-    up_to(script, run, folder)
+    run("step_1_detect_device", "--out", folder.root)
+    for earlier in STEPS[: STEPS.index(script)]:
+        assert run(earlier, "--out", folder.root)[0] == 0
     before = tree(folder.root)
     status, _, err = run(script, "--out", folder.root, "--model", make_model(tmp_path / "other", b"tuned further"))
     assert status == 1

@@ -12,16 +12,11 @@ from vllm_gaudi_spec.devices.hpu import platform as hpu
 from vllm_gaudi_spec.devices.hpu.backend import _move_plain_tensors
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checks of this platform without those of all platforms."""
+@pytest.mark.parametrize(("dtype", "refused"), [("float16", True), ("bfloat16", False), ("float32", False)])
+def test_s17_float16_is_refused(dtype: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used to load and fail in the card's self-test with an error that named the card's software."""
     monkeypatch.setattr(hpu, "set_gaudi_defaults", lambda: None)
     monkeypatch.setattr(hpu.CapturingPlatform, "check_and_update_config", lambda config: None)
-
-
-@pytest.mark.parametrize(("dtype", "refused"), [("float16", True), ("bfloat16", False), ("float32", False)])
-def test_s17_float16_is_refused(dtype: str, refused: bool, alone: None) -> None:
-    """It used to load and fail in the card's self-test with an error that named the card's software."""
     model = SimpleNamespace(model="MODEL", dtype=getattr(torch, dtype))
     config: Any = SimpleNamespace(model_config=model)
     if not refused:

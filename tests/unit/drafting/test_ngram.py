@@ -8,15 +8,11 @@ from tests.support.reference.ngram import ngram_drafts
 from vllm_gaudi_spec.attention import row_operations
 from vllm_gaudi_spec.attention.metadata import Blocks
 from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer, NgramProposer
-from vllm_gaudi_spec.records import Context, Drafted, DraftRequest
+from vllm_gaudi_spec.records import Context, DraftRequest
 
 SIZES = [(1, 1), (1, 3), (2, 2), (2, 5), (4, 9)]
 NEVER = 999
 """Follows a row's end: a draft that contains it was read out of bounds."""
-
-
-def no_model(logits_BV: torch.Tensor, positions_B: torch.Tensor) -> Drafted:
-    raise AssertionError("n-grams have no logits")
 
 
 def on_host(tokens: list[int], sizes: tuple[int, int], max_drafts: int) -> list[int]:
@@ -76,7 +72,7 @@ def test_device_equals_host(sizes: tuple[int, int], num_drafts: int) -> None:
                 num_drafts=num_drafts,
                 blocks=Blocks((), ()),
                 row_operations=row_operations.TORCH,
-                choose=no_model,
+                choose=lambda *_: pytest.fail("n-grams have no logits"),
             )
         )
         assert drafts.tokens_BK.dtype == drafts.num_drafts_B.dtype == torch.int32

@@ -21,11 +21,6 @@ def texts_of(rng: np.random.Generator, count: int, longest: int) -> list[list[in
     return texts
 
 
-def pieces(rng: np.random.Generator, text: list[int]) -> list[list[int]]:
-    cuts = sorted(rng.integers(0, len(text) + 1, 3).tolist())
-    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-
-
 @pytest.mark.parametrize("options", OPTIONS)
 def test_drafts_equal_the_count_over_all_substrings(
     options: tuple[int, int, float, float], monkeypatch: pytest.MonkeyPatch
@@ -38,8 +33,9 @@ def test_drafts_equal_the_count_over_all_substrings(
         past = texts_of(rng, 6, 30)
         for number, response in enumerate(past):
             cache.start_request(f"p{number}", [7, 0])
-            for piece in pieces(rng, response):
-                cache.add_active_response(f"p{number}", piece)
+            cuts = sorted(rng.integers(0, len(response) + 1, 3).tolist())
+            for piece in np.split(np.array(response), cuts):
+                cache.add_active_response(f"p{number}", piece.tolist())
             cache.stop_request(f"p{number}")
         assert list(cache._cached) == ["p2", "p3", "p4", "p5"]
         (text,) = texts_of(rng, 1, 60)

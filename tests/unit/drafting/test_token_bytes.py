@@ -355,22 +355,12 @@ def test_unreadable_tokenizer_is_refused(tokenizer: Any, reason: str) -> None:
 # ---- loading and hashing ---------------------------------------------------------------------------------
 
 
-def saved(tokenizer: PreTrainedTokenizerFast, folder: Path, **configs: dict[str, Any]) -> str:
-    tokenizer.save_pretrained(folder)
-    for name, content in configs.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    return str(folder)
-
-
 def test_loading_reads_end_tokens_of_both_configurations(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer()
     end, call = id_of(tokenizer, "<|end|>"), id_of(tokenizer, "<|call|>")
-    path = saved(
-        tokenizer,
-        tmp_path,
-        config={"model_type": "llama", "eos_token_id": call},
-        generation_config={"eos_token_id": [end, call]},
-    )
-    model = load_tokenizer(path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": call}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, call]}))
+    model = load_tokenizer(str(tmp_path))
     assert model.end_ids == (end, call)
     assert read_vocabulary(model).roles.end_of_turn == end

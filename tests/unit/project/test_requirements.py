@@ -3,8 +3,6 @@
 import ast
 import inspect
 import re
-import subprocess
-import sys
 import tomllib
 from importlib.metadata import files, version
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 from vllm.entrypoints.cli import main
 
+from tests.support.processes import run_code
 from vllm_gaudi_spec import versions
 
 ROOT = Path(__file__).parents[3]
@@ -51,20 +50,16 @@ def test_nobody_else_installs_without_a_hash(path: str) -> None:
         assert "--require-hashes" in command or "--editable" in command, command.strip()
 
 
-def command_to_make(folder: Path) -> list[str]:
-    """With an interpreter that makes and installs nothing."""
+def test_an_environment_is_never_made_over_somebodys_folder(tmp_path: Path) -> None:
+    """The interpreter makes and installs nothing here."""
+    (tmp_path / "work.txt").write_text("mine")
     script = ROOT / "requirements" / "environment.py"
     code = (
         "import runpy, subprocess, sys; sys.argv[1:] = sys.argv[2:];"
         "subprocess.run = lambda *_, **__: subprocess.CompletedProcess([], 3);"
         f"runpy.run_path({str(script)!r}, run_name='__main__')"
     )
-    return [sys.executable, "-c", code, "-", "card", str(folder)]
-
-
-def test_an_environment_is_never_made_over_somebodys_folder(tmp_path: Path) -> None:
-    (tmp_path / "work.txt").write_text("mine")
-    done = subprocess.run(command_to_make(tmp_path), capture_output=True, text=True, check=False)
+    done = run_code(code, "-", "card", str(tmp_path))
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line == f"error: {tmp_path} was not made by this script, so it stays; name another folder, or remove it"

@@ -1,6 +1,5 @@
 """In which dtype KV is kept: by the user, by checkpoints, by the device; and scales that are none."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,8 @@ MODELOPT = dict(quant_method="modelopt", quant_algo="FP8", kv_cache_quant_algo="
 
 
 def checkpoint(folder: Path, quantization: dict[str, Any] | None) -> str:
-    made = LlamaConfig(**common())
-    made.architectures = ["LlamaForCausalLM"]
-    made.save_pretrained(folder)
-    if quantization is not None:
-        written = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(written | dict(quantization_config=quantization)))
+    described = {} if quantization is None else dict(quantization_config=quantization)
+    LlamaConfig(**common(), architectures=["LlamaForCausalLM"], **described).save_pretrained(folder)
     return str(folder)
 
 
@@ -57,11 +52,6 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
     monkeypatch.setattr(kv_scheme.logger, "warning_once", lambda text, *values: said.append(text % values))
     return said
-
-
-@pytest.fixture
-def without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuWeights, "fp8_arithmetic", None)
 
 
 def test_supported_scheme_sets_fp8_kv(tmp_path: Path, warnings: list[str]) -> None:
@@ -89,7 +79,10 @@ def test_unsupported_scheme_is_dropped(
     )
 
 
-def test_scheme_is_dropped_on_device_without_fp8(tmp_path: Path, warnings: list[str], without_fp8: None) -> None:
+def test_scheme_is_dropped_on_device_without_fp8(
+    tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuWeights, "fp8_arithmetic", None)
     made = configured(checkpoint(tmp_path, with_scheme()))
     assert made.cache_config.cache_dtype == "auto"
     assert made.quant_config.kv_cache_scheme is None

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -15,30 +14,14 @@ PROMPT, NUM_TOKENS = [3, 4, 5], 24
 COPY, DRAFT = "copy", "draft"
 
 
-def record_copies(memory: Any) -> list[str]:
-    """Record the copies of a memory that makes them when they are started."""
-    events: list[str] = []
-    download = memory.download
-
-    def recorded(tensor: torch.Tensor) -> torch.Tensor:
-        events.append(COPY)
-        return download(tensor)
-
-    memory.download, memory.events = recorded, events
-    return events
-
-
 def engine_of(backend: type[HostBackend], folder: Path, *, overlap: bool) -> Any:
     engine: Any = SmallEngine(Variant("draft_model", overlap=overlap, num_blocks=ROOMY, backend=backend), folder)
-    events = record_copies(engine.runner.backend.memory)
-    proposer = engine.runner.drafting._proposer
-    propose = proposer.propose
-
-    def recorded(request: Any) -> Any:
-        events.append(DRAFT)
-        return propose(request)
-
-    proposer.propose = recorded
+    events: list[str] = []
+    memory, proposer = engine.runner.backend.memory, engine.runner.drafting._proposer
+    download, propose = memory.download, proposer.propose  # copies are made when they are started
+    memory.download = lambda tensor: events.append(COPY) or download(tensor)
+    proposer.propose = lambda request: events.append(DRAFT) or propose(request)
+    memory.events = events
     engine.add("a", PROMPT, SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True))
     return engine
 

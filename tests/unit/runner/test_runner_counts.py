@@ -4,28 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams
 
 from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend
 from tests.support.small_engine import ROOMY, SmallEngine, Variant
 from vllm_gaudi_spec.metrics import COMPILED
 
-BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapping"])
 
-
-def method(overlap: bool) -> str:
-    return "ngram_gpu" if overlap else "ngram"
-
-
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens)
-
-
-@BOTH
-def test_last_empty_step_reports_compiled_graphs(overlap: bool, tmp_path: Path) -> None:
-    engine: Any = SmallEngine(Variant(method(overlap), overlap=overlap), tmp_path)
-    engine.add("a", [3, 4, 5], greedy(10))
+@pytest.mark.parametrize(("method", "overlap"), [("ngram", False), ("ngram_gpu", True)])
+def test_last_empty_step_reports_compiled_graphs(method: str, overlap: bool, tmp_path: Path) -> None:
+    engine: Any = SmallEngine(Variant(method, overlap=overlap), tmp_path)
+    engine.add("a", [3, 4, 5], SamplingParams(temperature=0, max_tokens=10))
     for _ in range(2):
         engine.step()
     engine.runner.backend.graphs.compiled_after_warmup = lambda: 3
@@ -43,12 +32,7 @@ def test_unrequested_logprobs_are_not_downloaded(
     engine: Any = SmallEngine(Variant("ngram", num_blocks=ROOMY, backend=backend), tmp_path)
     memory = engine.runner.backend.memory
     download, sizes = memory.download, list[int]()
-
-    def noted(tensor: torch.Tensor) -> torch.Tensor:
-        sizes.append(tensor.numel())
-        return download(tensor)
-
-    memory.download = noted
+    memory.download = lambda tensor: sizes.append(tensor.numel()) or download(tensor)
 
     def largest(**params: Any) -> int:
         sizes.clear()

@@ -235,15 +235,6 @@ def audited(tmp_path: Path, **speculative: Any) -> Any:
     return scheduler_of(SpecScheduler, tmp_path, speculative=speculative, **options)
 
 
-def with_waiting(tmp_path: Path) -> Any:
-    scheduler = audited(tmp_path)
-    request = Request("0", PROMPT, SamplingParams(max_tokens=9, temperature=0), None)
-    scheduler.add_request(request)
-    request.append_output_token_ids([1, 2])
-    scheduler.finish_requests("0", RequestStatus.FINISHED_ABORTED)
-    return scheduler
-
-
 def test_unseeded_request_gets_a_known_seed(tmp_path: Path) -> None:
     scheduler = audited(tmp_path)
     chosen = [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, seed=3), SamplingParams(temperature=0)]
@@ -276,8 +267,12 @@ def test_skipped_audits_are_counted_by_cause(
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("how", ["pause", "reset", "abort all"])
 def test_pause_and_reset_drop_audits(how: str, started: bool, tmp_path: Path) -> None:
-    scheduler = with_waiting(tmp_path)
-    assert scheduler.has_requests()
+    scheduler = audited(tmp_path)
+    request = Request("0", PROMPT, SamplingParams(max_tokens=9, temperature=0), None)
+    scheduler.add_request(request)
+    request.append_output_token_ids([1, 2])
+    scheduler.finish_requests("0", RequestStatus.FINISHED_ABORTED)
+    assert scheduler.has_requests(), "an audit waits"
     if started:
         assert len(scheduler.schedule().num_scheduled_tokens) == 1
     if how == "pause":

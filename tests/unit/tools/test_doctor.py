@@ -182,13 +182,6 @@ def test_memory(
 # ---- machines that are not -------------------------------------------------------------------------------
 
 
-def conflict(folder: Path) -> None:
-    fake_distribution(
-        folder, "other-platform", "1.0", "[vllm.platform_plugins]\nother_device = other_platform:register\n"
-    )
-    (folder / "other_platform.py").write_text('def register() -> str:\n    return "vllm.platforms.cpu.CpuPlatform"\n')
-
-
 @pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize(
     ("environment", "words"),
@@ -206,7 +199,10 @@ def test_a_conflicting_plugin(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    conflict(tmp_path)
+    entry_points = "[vllm.platform_plugins]\nother_device = other_platform:register\n"
+    fake_distribution(tmp_path, "other-platform", "1.0", entry_points)
+    code = 'def register() -> str:\n    return "vllm.platforms.cpu.CpuPlatform"\n'
+    (tmp_path / "other_platform.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -45,7 +45,10 @@ def real_report(steps: int, compiles: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def result_of(meter: counting.Meter) -> dict[str, Any]:
+def result_after(*looks: dict[str, Any], first: dict[str, Any] | None = None) -> dict[str, Any]:
+    meter = counting.Meter(first or report([]))
+    for look in looks:
+        meter.look(look)
     result: dict[str, Any] = {
         "device": "hpu-emulated",
         "mode": "lazy",
@@ -63,13 +66,6 @@ def result_of(meter: counting.Meter) -> dict[str, Any]:
         "phases": {"mixed": counting.count_phase(meter)},
     }
     return {**result, "findings": counting.find_faults(result)}
-
-
-def result_after(*looks: dict[str, Any], first: dict[str, Any] | None = None) -> dict[str, Any]:
-    meter = counting.Meter(first or report([]))
-    for look in looks:
-        meter.look(look)
-    return result_of(meter)
 
 
 READ = ("device-to-host sync", "copy to the host", "devices/hpu/backend.py:9 (start_download)")

@@ -112,14 +112,6 @@ def projections() -> list[torch.nn.Linear]:
     return [linear(HIDDEN, HIDDEN) for _ in range(NUM_INPUTS - 1)]
 
 
-def embeddings_of_siglip() -> SimpleNamespace:
-    return SimpleNamespace(
-        patch_embedding=torch.nn.Conv2d(3, HIDDEN, kernel_size=2, stride=2),
-        position_embedding=torch.nn.Embedding(4, HIDDEN),
-        position_ids=torch.arange(4)[None],
-    )
-
-
 def cases() -> dict[str, tuple[Callable[..., Any], Callable[..., Any], Any, tuple[Any, ...]]]:
     """What is replaced, with what, and what both get."""
     torch.manual_seed(0)
@@ -154,7 +146,11 @@ def cases() -> dict[str, tuple[Callable[..., Any], Callable[..., Any], Any, tupl
         "patches": (
             original(SiglipVisionEmbeddings, "forward"),
             inspect.unwrap(views.add_positions_in_siglip),
-            embeddings_of_siglip(),
+            SimpleNamespace(
+                patch_embedding=torch.nn.Conv2d(3, HIDDEN, kernel_size=2, stride=2),
+                position_embedding=torch.nn.Embedding(4, HIDDEN),
+                position_ids=torch.arange(4)[None],
+            ),
             (torch.randn(2, 3, 4, 4),),
         ),
     }
@@ -242,23 +238,18 @@ def test_published_gemma3n_takes_tokens() -> None:
     assert torch.equal(named["per_layer_inputs"], embeddings)
 
 
-def mlp_of_falcon(wide: int = 8) -> SimpleNamespace:
-    torch.manual_seed(0)
-    gate_up, down = linear(HIDDEN, 2 * wide), linear(wide, HIDDEN)
-    return SimpleNamespace(
-        gate_up_proj=paired(gate_up),
-        down_proj=paired(down),
+def test_l06_gates_of_falcon_h1_are_scaled_as_vllm_does_but_not_in_place() -> None:
+    theirs, wide = original(FalconH1MLP, "forward"), 8
+    layer = SimpleNamespace(
+        gate_up_proj=paired(linear(HIDDEN, 2 * wide)),
+        down_proj=paired(linear(wide, HIDDEN)),
         act_fn=lambda x: functional.silu(x[:, :wide]) * x[:, wide:],
         intermediate_size=wide,
         tp_size=1,
         gate_multiplier=0.3,
         down_multiplier=0.7,
     )
-
-
-def test_l06_gates_of_falcon_h1_are_scaled_as_vllm_does_but_not_in_place() -> None:
-    theirs = original(FalconH1MLP, "forward")
-    layer, x = mlp_of_falcon(), torch.randn(NUM_TOKENS, HIDDEN)
+    x = torch.randn(NUM_TOKENS, HIDDEN)
     expected, writes = outcome(theirs, layer, x)
     found, ours = outcome(inspect.unwrap(views.scale_gates_of_falcon_h1), theirs, layer, x)
     assert writes, "vLLM changes no tensor in place any more"
