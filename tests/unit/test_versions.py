@@ -59,7 +59,6 @@ def test_beside_another_vllm_that_did_not_ask_for_it_it_stays_away(
     said: list[str] = []
     monkeypatch.setattr(versions, "installed_vllm", lambda: "0.34.0+cpu")
     monkeypatch.setattr(device_table, "log_wrong_vllm", said.append)
-    monkeypatch.setattr(vllm_gaudi_spec.device_table, "log_wrong_vllm", said.append)
     assert vllm_gaudi_spec.platform_plugin() is None
     assert said == [versions.explain_wrong_vllm()]
     monkeypatch.setenv("VGS_DEVICE", "cpu")

@@ -153,9 +153,11 @@ def test_request_can_reload_its_adapter() -> None:
     assert adapters.loader.loaded == [5], "once, and not at each step"
 
 
-def loader_of(max_loras: int, max_cpu_loras: int) -> Any:
-    """Of a model without modules; each adapter loads."""
-    manager: Any = object.__new__(SlottedAdapters)
+@pytest.mark.parametrize("max_cpu_loras", [2, 3])
+def test_step_that_needs_all_slots_unpins_an_adapter(max_cpu_loras: int) -> None:
+    """The scheduler, which does not know what is pinned, put so many adapters in the step."""
+    # A model without modules, for which each adapter loads.
+    max_loras, manager = 2, object.__new__(SlottedAdapters)
     manager.lora_config = SimpleNamespace(max_loras=max_loras, max_cpu_loras=max_cpu_loras)
     manager.modules, manager.lora_index_to_id = {}, [None] * max_loras
     manager._registered_adapters = AdapterLRUCache(max_cpu_loras, manager.deactivate_adapter)
@@ -164,14 +166,7 @@ def loader_of(max_loras: int, max_cpu_loras: int) -> Any:
     loader: Any = object.__new__(AdapterLoader)
     loader._adapter_manager = manager
     loader._load_adapter = lambda request: SimpleNamespace(id=request.lora_int_id)
-    return loader
-
-
-@pytest.mark.parametrize("max_cpu_loras", [2, 3])
-def test_step_that_needs_all_slots_unpins_an_adapter(max_cpu_loras: int) -> None:
-    """The scheduler, which does not know what is pinned, put so many adapters in the step."""
     pinned, *others = (LoRARequest(name, number, name) for number, name in enumerate("abc", start=1))
-    loader = loader_of(2, max_cpu_loras)
     loader.add_adapter(pinned)
     assert loader.pin_adapter(1)
     for other in others:

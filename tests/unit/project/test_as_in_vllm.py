@@ -1,6 +1,5 @@
 """Pages about vLLM's features and flags state what its parser and configuration do, and name tests that exist."""
 
-import ast
 import json
 import re
 import shlex
@@ -11,6 +10,7 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tests.pages import names_of_tests
 from tests.support.releases import make_arg_parser
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.platforms import base
@@ -94,5 +94,4 @@ def test_every_row_is_listed_with_its_tests() -> None:
 @pytest.mark.parametrize("name", sorted({name for names in TESTS.values() for name in names}))
 def test_listed_test_exists(name: str) -> None:
     file, _, function = name.partition("::")
-    functions = [node for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)]
-    assert function in {node.name for node in functions}
+    assert function in names_of_tests(ROOT / file)
