@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 
 from vllm_gaudi_spec.records import Verification
-from vllm_gaudi_spec.sampling.drafts import SampledMode, draft
+from vllm_gaudi_spec.sampling.drafts import draft
 from vllm_gaudi_spec.sampling.noise import fold_seed
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
@@ -99,27 +99,63 @@ def step(
     texts: Texts,
     keys_N2: torch.Tensor,
     num_positions: int,
-    num_drafts_N: np.ndarray,
-    mode: SampledMode = "probabilistic",
+    num_drafts_N: np.ndarray | Callable[[np.ndarray], np.ndarray],
 ) -> np.ndarray:
-    """Draft and verify once, as a runner would, and return the number of accepted drafts."""
-    starts_N = torch.from_numpy(texts.length_N + FIRST).int()
+    """Draft and verify once, as a runner would, and return the number of accepted drafts.
+
+    `num_drafts_N` may be a function of the drafts, as no runner should have it.
+    """
+    starts_N = first_positions(texts)
     temperature_N = torch.ones(len(starts_N))
-    context, drafts, draft_probs, logits = texts.context_N, [], [], []
+    context, drafts, draft_probs = texts.context_N, [], []
     for offset in range(num_positions):
-        logits.append(target.logits_CV[context])
-        drafted = draft(TORCH, drafter.logits_CV[context], mode, temperature_N, keys_N2, starts_N + offset, starts_N)
+        drafted = draft(
+            TORCH,
+            drafter.logits_CV[context],
+            "probabilistic",
+            temperature_N,
+            keys_N2,
+            starts_N + offset,
+            starts_N,
+        )
         drafts.append(drafted.tokens_B)
         draft_probs.append(drafted.probs_BV)
         context = target.after(context, drafted.tokens_B.numpy())
+    drafts_NK = torch.stack(drafts, 1)
+    if callable(num_drafts_N):
+        num_drafts_N = num_drafts_N(drafts_NK.numpy())
+    return verify(rule, target, texts, keys_N2, drafts_NK, torch.stack(draft_probs, 1), num_drafts_N)
+
+
+def first_positions(texts: Texts) -> torch.Tensor:
+    """Return the position of the first query of each text's next step."""
+    return torch.from_numpy(texts.length_N + FIRST).int()
+
+
+def verify(
+    rule: Rule,
+    target: Table,
+    texts: Texts,
+    keys_N2: torch.Tensor,
+    drafts_NK: torch.Tensor,
+    draft_probs_NKV: torch.Tensor,
+    num_drafts_N: np.ndarray,
+) -> np.ndarray:
+    """Append what a rule makes of drafts, and return the number of accepted ones."""
+    num_positions = drafts_NK.shape[1]
+    context, logits = texts.context_N, []
+    for offset in range(num_positions):
+        logits.append(target.logits_CV[context])
+        context = target.after(context, drafts_NK[:, offset].numpy())
+    logits.append(target.logits_CV[context])
     verification = rule(
-        torch.stack([*logits, target.logits_CV[context]], 1),
-        torch.stack(draft_probs, 1) if mode == "probabilistic" else None,
-        torch.stack(drafts, 1),
+        torch.stack(logits, 1),
+        draft_probs_NKV,
+        drafts_NK,
         torch.from_numpy(num_drafts_N).int(),
-        temperature_N,
+        torch.ones(len(drafts_NK)),
         keys_N2,
-        starts_N[:, None] + torch.arange(num_positions + 1, dtype=torch.int32),
+        first_positions(texts)[:, None] + torch.arange(num_positions + 1, dtype=torch.int32),
     )
     tokens, num = verification.tokens_BQ.numpy().astype(np.int64), verification.num_sampled_B.numpy()
     for offset in range(num_positions + 1):
@@ -146,35 +182,41 @@ def write(
     steps: int,
     length: int,
     rows: int,
+    seed: int = 0,
     ragged: bool = False,
     chunk: int = 50_000,
-) -> np.ndarray:
-    """Return texts [rows, length] of `steps` steps each.
+) -> tuple[np.ndarray, float]:
+    """Return texts [rows, length] of `steps` steps each, and the mean number of accepted drafts.
 
     With `ragged` the number of drafts varies from row to row and from step to step.
     """
-    written = []
+    written, accepted = [], 0
     for first in range(0, rows, chunk):
         count = min(chunk, rows - first)
-        rng = np.random.default_rng(first)
-        texts, keys = Texts.empty(count, length), request_keys(first, count)
+        rng = np.random.default_rng((seed, first))
+        texts, keys = Texts.empty(count, length), request_keys(seed * rows + first, count)
         for _ in range(steps):
             num = rng.integers(0, num_positions + 1, count) if ragged else np.full(count, num_positions)
-            step(rule, target, drafter, texts, keys, num_positions, num)
+            accepted += step(rule, target, drafter, texts, keys, num_positions, num).sum()
         written.append(finish(target, texts, rng))
-    return np.concatenate(written)
+    return np.concatenate(written), accepted / rows / steps
 
 
-def pool(probs: np.ndarray, total: int) -> np.ndarray:
-    """Return a bin for every cell. Rare cells are pooled."""
+def pool(probs: np.ndarray, total: int, max_bins: int | None = None) -> np.ndarray:
+    """Return a bin for every cell. Rare cells are pooled, and there are at most `max_bins` bins of similar mass."""
     order = np.argsort(-probs, kind="stable")
-    expected = probs[order] * total
-    rare = int((expected < MIN_EXPECTED).sum())
-    # The pool itself must not be rare.
-    while 0 < rare < len(probs) and expected[len(probs) - rare :].sum() < MIN_EXPECTED:
-        rare += 1
+    if max_bins is None:
+        expected = probs[order] * total
+        rare = int((expected < MIN_EXPECTED).sum())
+        # The pool itself must not be rare.
+        while 0 < rare < len(probs) and expected[len(probs) - rare :].sum() < MIN_EXPECTED:
+            rare += 1
+        ranks = np.minimum(np.arange(len(probs)), max(len(probs) - rare, 0))
+    else:
+        before = np.cumsum(probs[order]) - probs[order]
+        ranks = np.minimum((before / probs.sum() * max_bins).astype(np.int64), max_bins - 1)
     bins = np.empty(len(probs), dtype=np.int64)
-    bins[order] = np.minimum(np.arange(len(probs)), max(len(probs) - rare, 0))
+    bins[order] = ranks
     return bins
 
 
@@ -182,12 +224,12 @@ def binned(values: np.ndarray, bins: np.ndarray) -> np.ndarray:
     return np.bincount(bins, weights=values, minlength=bins.max() + 1)
 
 
-def p_value(sampled: np.ndarray, probs: np.ndarray) -> float:
+def p_value(sampled: np.ndarray, probs: np.ndarray, max_bins: int | None = None) -> float:
     """Return the chi-square p-value of sampled cells under `probs`, 0 if an impossible cell was sampled."""
     counts = np.bincount(sampled, minlength=len(probs))
     if counts[probs <= 0].any():
         return 0.0
-    bins = pool(probs, counts.sum())
+    bins = pool(probs, counts.sum(), max_bins)
     expected, observed = binned(probs, bins) * counts.sum(), binned(counts, bins)
     possible = expected > 0
     if possible.sum() < 2:
@@ -195,8 +237,21 @@ def p_value(sampled: np.ndarray, probs: np.ndarray) -> float:
     return float(stats.chisquare(observed[possible], expected[possible] * (counts.sum() / expected.sum())).pvalue)
 
 
-def p_values(texts_NL: np.ndarray, target: Table) -> list[float]:
+def power(biased: np.ndarray, probs: np.ndarray, total: int, max_bins: int | None = None) -> float:
+    """Return the probability that `p_value` < ALPHA for `total` draws from `biased`, by a noncentral chi-square."""
+    bins = pool(probs, total, max_bins)
+    expected, shifted = binned(probs, bins), binned(biased, bins)
+    possible = expected > 0
+    noncentrality = total * ((shifted - expected)[possible] ** 2 / expected[possible]).sum()
+    freedom = possible.sum() - 1
+    return float(stats.ncx2.sf(stats.chi2.isf(ALPHA, freedom), freedom, noncentrality))
+
+
+def p_values(texts_NL: np.ndarray, target: Table, max_bins: int | None = None) -> list[float]:
     """Test whole texts against their joint distribution, and first tokens alone, whose fewer cells show a bias
     better."""
     lengths = sorted({length for length in (1, 2, texts_NL.shape[1]) if length <= texts_NL.shape[1]})
-    return [p_value(cells(texts_NL[:, :length], target.vocab), text_probs(target, length)[0]) for length in lengths]
+    return [
+        p_value(cells(texts_NL[:, :length], target.vocab), text_probs(target, length)[0], max_bins)
+        for length in lengths
+    ]

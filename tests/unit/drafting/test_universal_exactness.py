@@ -6,24 +6,25 @@ drafts follow the distribution that the rules are given, and the rules are exact
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.support import distributions
-from tests.support.distributions import ALPHA, Table, Texts, random_table, request_keys, write
+from tests.support.distributions import ALPHA, FIRST, Table, Texts, random_table, request_keys, write
 from tests.unit.sampling.test_exact_rules import RULES
 from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap
 from vllm_gaudi_spec.drafting.vocabulary import MappedVocabulary
-from vllm_gaudi_spec.records import Verification
+from vllm_gaudi_spec.sampling.drafts import draft
 from vllm_gaudi_spec.sampling.rules import strict
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 VOCAB = 100
 DRAFTERS_OWN = 30
 """Number of tokens that only the drafter has."""
 DRAWS = 60_000
+BINS = 100  # of similar mass, for too many cells to test one by one
 
 # Share of the target's tokens that the drafter also has.
 every_share = pytest.mark.parametrize("share", [0.01, 0.5, 1.0], ids="{:.0%}".format)
@@ -98,26 +99,36 @@ def forbid(made: Pair, contexts: slice) -> Pair:
 )
 def test_output_is_exact_if_all_draft_tokens_are_masked(rule: str, contexts: slice) -> None:
     """After all contexts, or only after some, so that usable drafts precede and follow."""
-    made = forbid(pair(20, 0.5), contexts)
+    made = forbid(pair(VOCAB, 0.5), contexts)
     assert torch.isinf(made.seen.logits_CV[0]).all()
-    texts = write(RULES[rule].verify, made.target, made.seen, num_positions=2, steps=2, length=2, rows=DRAWS)
-    p_values = distributions.p_values(texts, made.target)
+    texts, _ = write(RULES[rule].verify, made.target, made.seen, num_positions=2, steps=2, length=2, rows=DRAWS, seed=5)
+    p_values = distributions.p_values(texts, made.target, BINS)
     assert min(p_values) > ALPHA, p_values
 
 
-def strictly(
-    logits_NQV: torch.Tensor, _: None, drafts_NK: torch.Tensor, num_N: torch.Tensor, *noise: Any
-) -> Verification:
-    return strict.verify(strict.sample_random(logits_NQV, *noise), drafts_NK, num_N)
-
-
-def write_coupled(made: Pair, num_drafts: int, length: int, rows: int) -> tuple[Texts, list[np.ndarray]]:
+def write_coupled(made: Pair, num_positions: int, length: int, rows: int) -> tuple[Texts, list[np.ndarray]]:
     """Return texts with coupled drafts under the strict rule, and the accepted drafts of each step and row."""
     texts, keys_N2, steps = Texts.empty(rows, length), request_keys(0, rows), []
-    num_drafts_N, num_positions = np.full(rows, num_drafts), max(num_drafts, 1)
+    temperature_N = torch.ones(rows)
     while (texts.length_N < length).any():
-        drafted = made.target, made.seen, texts, keys_N2, num_positions, num_drafts_N
-        steps.append(distributions.step(strictly, *drafted, mode="coupled"))
+        starts_N = torch.from_numpy(texts.length_N + FIRST).int()
+        positions_NQ = starts_N[:, None] + torch.arange(num_positions + 1, dtype=torch.int32)
+        context, drafts, logits = texts.context_N, torch.zeros(rows, 0, dtype=torch.int32), []
+        for offset in range(num_positions):
+            logits.append(made.target.logits_CV[context])
+            positions_N = positions_NQ[:, offset]
+            drafted = draft(
+                TORCH, made.seen.logits_CV[context], "coupled", temperature_N, keys_N2, positions_N, starts_N
+            )
+            drafts = torch.cat((drafts, drafted.tokens_B[:, None]), dim=1)
+            context = made.target.after(context, drafted.tokens_B.numpy())
+        logits.append(made.target.logits_CV[context])
+        own_NQ = strict.sample_random(torch.stack(logits, 1), temperature_N, keys_N2, positions_NQ)
+        verification = strict.verify(own_NQ, drafts, torch.full((rows,), num_positions, dtype=torch.int32))
+        steps.append(verification.num_sampled_B.numpy() - 1)
+        tokens_NQ = verification.tokens_BQ.numpy().astype(np.int64)
+        for offset in range(num_positions + 1):
+            texts.append(made.target, tokens_NQ[:, offset], offset <= steps[-1])
     return texts, steps
 
 

@@ -5,7 +5,7 @@ sampling with the rules and their real noise. Always for more than one step, sin
 token only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -144,28 +144,45 @@ def test_two_steps_follow_joint_target_distribution(rule: str, vocab: int, num_p
 @pytest.mark.parametrize("ragged", [False, True], ids=["full", "ragged"])
 def test_two_sampled_steps_follow_target_distribution(rule: str, ragged: bool) -> None:
     target, drafter = random_table(3, 2, seed=1), random_table(3, 2, seed=2)
-    texts = write(RULES[rule].verify, target, drafter, num_positions=2, steps=2, length=6, rows=DRAWS, ragged=ragged)
+    texts, _ = write(RULES[rule].verify, target, drafter, num_positions=2, steps=2, length=6, rows=DRAWS, ragged=ragged)
     p_values = distributions.p_values(texts, target)
     assert min(p_values) > ALPHA, p_values
 
 
-@every_rule
-def test_number_of_drafts_may_depend_on_earlier_acceptance(rule: str) -> None:
-    target, drafter = random_table(3, 2, seed=1), random_table(3, 2, seed=2)
+def write_with_chosen_drafts(
+    rule: str, target: Table, choose: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Return texts of three steps. `choose` gets the accepted drafts of the previous step, and the next drafts."""
+    drafter = random_table(target.vocab, 2, seed=2)
     texts, keys = Texts.empty(DRAWS, 6), request_keys(0, DRAWS)
     accepted = np.zeros(DRAWS, dtype=np.int64)
     for _ in range(3):
-        number = np.array([2, 0, 1])[accepted]
+        number = partial(choose, accepted)
         accepted = distributions.step(RULES[rule].verify, target, drafter, texts, keys, 2, number)
-    written = distributions.finish(target, texts, np.random.default_rng(0))
-    assert min(distributions.p_values(written, target)) > ALPHA
+    return distributions.finish(target, texts, np.random.default_rng(0))
+
+
+@every_rule
+def test_number_of_drafts_may_depend_on_earlier_acceptance(rule: str) -> None:
+    target = random_table(3, 2, seed=1)
+    texts = write_with_chosen_drafts(rule, target, lambda accepted, drafts: np.array([2, 0, 1])[accepted])
+    assert min(distributions.p_values(texts, target)) > ALPHA
+
+
+@every_rule
+@pytest.mark.parametrize("position", [0, 1])
+def test_number_of_drafts_must_not_depend_on_the_drafts_themselves(rule: str, position: int) -> None:
+    """Dropping a draft because of its own token biases the target's distribution."""
+    target = random_table(3, 2, seed=1)
+    texts = write_with_chosen_drafts(rule, target, lambda _, drafts: np.where(drafts[:, position] == 0, position, 2))
+    assert min(distributions.p_values(texts, target)) < ALPHA
 
 
 # ---- what is accepted ---------------------------------------------------------------------------
 
 
 def test_block_accepts_at_least_as_much_as_standard() -> None:
-    """In expectation, after every context. That each draft is accepted as often as it should be, the loops show."""
+    """In expectation, after every context, and exactly as often as the closed forms say."""
     gains = []
     for seed in range(10):
         target, drafter = random_table(4, 1, seed), random_table(4, 1, 10 + seed)
@@ -174,6 +191,57 @@ def test_block_accepts_at_least_as_much_as_standard() -> None:
             rule: exact.step_distribution(STOPS[rule], target, drafter, contexts, 3, num).mean_accepted
             for rule in RULES
         }
+        np.testing.assert_allclose(by_rule["standard"], expected_standard(target, drafter, 3), atol=1e-5)
+        np.testing.assert_allclose(by_rule["block"], expected_block(target, drafter, 3), atol=1e-5)
         assert (by_rule["block"] > by_rule["standard"] - ROUNDING).all()
         gains.append((by_rule["block"] - by_rule["standard"]).mean())
     assert max(gains) > 0.02
+
+
+def expected_standard(target: Table, drafter: Table, num_positions: int) -> np.ndarray:
+    """Return A_k(c) = sum over x of min(p, q)(x | c) * (1 + A_{k-1}(c x)), by context of order 1."""
+    expected = np.zeros(target.vocab)
+    for _ in range(num_positions):
+        expected = np.minimum(target.probs_CV, drafter.probs_CV) @ (1 + expected)
+    return expected
+
+
+def expected_block(target: Table, drafter: Table, num_positions: int) -> np.ndarray:
+    """Return the sum over i of E[p_i], where p_i = min(p_{i-1} p / q, 1) and drafts come from q."""
+    p, q = target.probs_CV, drafter.probs_CV
+
+    def below(context: int, weight: float, places: int) -> float:
+        if not places:
+            return 0.0
+        after = [min(weight * p[context, x] / q[context, x], 1.0) for x in range(target.vocab)]
+        return sum(q[context, x] * (w + below(x, w, places - 1)) for x, w in enumerate(after))
+
+    return np.array([below(context, 1.0, num_positions) for context in range(target.vocab)])
+
+
+# ---- negative controls --------------------------------------------------------------------------
+
+
+def off_by(table: Table, distance: float) -> Table:
+    """Return a distribution at this total variation from the table's.
+
+    Mass moves from the most likely token to the third.
+    """
+    probs = table.probs_CV.copy()
+    order = np.argsort(-probs[0])
+    probs[:, order[0]] -= distance
+    probs[:, order[2]] += distance
+    return Table(torch.from_numpy(probs).log().float())
+
+
+@every_rule
+def test_small_bias_is_rejected(rule: str) -> None:
+    """A rule that is exact for a distribution 0.01 away from the target's."""
+    target, drafter = random_table(8, 0, seed=5), random_table(8, 0, seed=6)
+    wrong = off_by(target, 0.01)
+    assert distributions.power(wrong.probs_CV[0], target.probs_CV[0], DRAWS) > 0.99
+    for seed in range(3):
+        texts, _ = write(
+            RULES[rule].verify, wrong, drafter, num_positions=1, steps=1, length=1, rows=DRAWS, seed=1 + seed
+        )
+        assert min(distributions.p_values(texts, target)) < ALPHA, seed
