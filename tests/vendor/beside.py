@@ -93,7 +93,8 @@ def agreement(checkpoint: Path, run: Run) -> Agreement:
 MOST: dict[str, tuple[float, Callable[[Run], float]]] = {
     "graphs made in warm-up": (1.5, lambda run: run["warm_up"]["graph_captures"]),
     "launches a step": (1.0, lambda run: run["run"]["launches"] / run["steps"]),
-    "bytes moved": (1.06, lambda run: run["run"]["bytes_moved"]),
+    # A first chunk's keys and values are made finite, so that NaN in one request reaches no other.
+    "bytes moved": (1.07, lambda run: run["run"]["bytes_moved"]),
 }
 
 
