@@ -32,6 +32,10 @@ def engine(model: str, **options: Any) -> Iterator[LLM]:
     Engines in one process share vLLM's distributed groups, so only one may be open at a time.
     On our platform, leaving the block checks that warm-up had seen every step signature.
     """
+    # vLLM collects garbage many times while an engine starts and ends. Those runs skip what is frozen, and vLLM thaws
+    # it at the end.
+    gc.collect()
+    gc.freeze()
     llm = LLM(model, **(DEFAULTS | options))
     try:
         yield llm
@@ -39,8 +43,6 @@ def engine(model: str, **options: Any) -> Iterator[LLM]:
             check_reports(llm.collective_rpc("step_report"))
     finally:
         llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
 
 
 def check_reports(reports: list[dict[str, Any]]) -> None:
