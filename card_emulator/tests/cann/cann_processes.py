@@ -13,7 +13,7 @@ def install() -> None:
     card_emulator.install_npu(door.torch_npu_folder(), door.cache_folder())
 
 
-def run_python(script: str, *, with_errors: bool = False) -> str:
+def run_python(script: str) -> str:
     """Return what a script prints in a process of its own, in which `import torch` brings the NPU.
 
     The output is not buffered, because most scripts end without torch_npu's own end.
@@ -21,5 +21,6 @@ def run_python(script: str, *, with_errors: bool = False) -> str:
     chosen = door.variables(door.cached_door(ASCEND910B), ASCEND910B)
     chosen["PYTHONPATH"] += os.pathsep + os.path.dirname(__file__)
     command = [sys.executable, "-u", "-c", script]
-    ended = subprocess.run(command, env=os.environ | chosen, capture_output=True, text=True, check=True, timeout=300)
-    return ended.stdout + (ended.stderr if with_errors else "")
+    return subprocess.run(
+        command, env=os.environ | chosen, capture_output=True, text=True, check=True, timeout=300
+    ).stdout

@@ -239,6 +239,14 @@ REFUSED: dict[str, tuple[Callable[[Acl], Any], str]] = {
         in_a_capture("aclrtSynchronizeStream", lambda _, stream: stream),
         "aclrtSynchronizeStream while a stream is captured",
     ),
+    "waiting for an event in a capture": (
+        in_a_capture("aclrtSynchronizeEvent", lambda acl, _: acl.event()),
+        "aclrtSynchronizeEvent while a stream is captured",
+    ),
+    "waiting for the card in a capture": (
+        in_a_capture("aclrtSynchronizeDevice"),
+        "aclrtSynchronizeDevice while a stream is captured",
+    ),
     "waiting for a captured stream": (
         of_a_captured_stream("aclrtSynchronizeStream"),
         "aclrtSynchronizeStream: it is captured",
@@ -248,14 +256,21 @@ REFUSED: dict[str, tuple[Callable[[Acl], Any], str]] = {
     "a sum of int64 by HCCL": (sum_of_int64, "HcclAllReduce reduces no values of dtype 5"),
 }
 """Programs, and why each is refused."""
+STATUSES = {
+    **dict.fromkeys([f"waiting for {what} in a capture" for what in ("a stream", "an event", "the card")], 107030),
+    "a captured copy of pageable memory": 107041,
+}
+"""The statuses that torch_npu's errors and its log quote."""
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_by_one_check(case: str, acl: Acl) -> None:
     """A program is refused, and passes once that check is switched off."""
     run, words = REFUSED[case]
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(Refused, match=words) as refused:
         run(acl)
+    status, _ = refused.value.args
+    assert status == STATUSES.get(case, status)
     with acl.allowing(words):
         run(acl)
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from cann_processes import run_python
 
@@ -81,43 +80,6 @@ def test_copies_are_made_where_nothing_is_computed(npu: Any, card: Any) -> None:
     finally:
         card.compile_only = False
     assert found.tolist() == [3.0] * 4
-
-
-IN_CAPTURE = {
-    "a wait for the card": ("torch.npu.synchronize()", "107030"),
-    "a wait for an event": ("event.synchronize()", "107030"),
-    "a value on the host": ("value.sum().item()", "107030"),
-    "a copy of memory that is not page-locked": (
-        "value.copy_(torch.ones(4), non_blocking=True)",
-        "aclrtMemcpyAsync error! ret = 107041",
-    ),
-}
-"""What a capture refuses, and the code that torch_npu's error or log has of it."""
-
-
-@pytest.mark.parametrize("case", IN_CAPTURE)
-def test_what_a_capture_refuses(case: str) -> None:
-    """In processes of their own: torch_npu keeps a capture that failed.
-
-    A copy is made by torch_npu's queue, then waited for. Which of the two raises first is chance: both are refused.
-    """
-    statement, code = IN_CAPTURE[case]
-    out = run_python(
-        "import torch\n"
-        "value, event = torch.ones(4, device='npu'), torch.npu.Event()\n"
-        "event.record()\n"
-        "graph = torch.npu.NPUGraph()\n"
-        "try:\n"
-        "    with torch.npu.stream(torch.npu.Stream()):\n"
-        "        graph.capture_begin(capture_error_mode='thread_local')\n"
-        f"        {statement}\n"
-        "except RuntimeError as error:\n"
-        "    print('The statement raised', error)\n"
-        "import os; os._exit(0)\n",
-        with_errors=True,
-    )
-    assert "The statement raised" in out, out
-    assert code in out, out
 
 
 def test_an_operator_that_is_not_there_raises_its_name() -> None:

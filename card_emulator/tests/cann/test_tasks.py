@@ -1,7 +1,6 @@
 """Task groups through torch_npu, as the backend uses them: fused attention that gets new lengths between runs."""
 
 import gc
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -102,25 +101,6 @@ def test_what_updates_name_is_not_kept(attention: Attention) -> None:
     assert torch.npu.memory_allocated() == in_use
 
 
-WAITS: dict[str, Callable[[Attention], Any]] = {
-    "an event": lambda attention: attention.updates.wait_event(attention.done),
-    "the stream": lambda attention: attention.updates.wait_stream(torch.npu.current_stream()),
-    "an event, on the host": lambda attention: attention.done.synchronize(),
-    "the card": lambda attention: torch.npu.synchronize(),
-    "a download": lambda attention: attention.result.cpu(),
-}
-
-
-@pytest.mark.parametrize("wait", WAITS)
-def test_an_update_comes_after_the_last_run(attention: Attention, wait: str) -> None:
-    attention.update([5, 6])
-    attention.replay()
-    with torch.npu.stream(attention.updates), pytest.raises(RuntimeError, match="did not wait for the last run"):
-        torch.npu.graph_task_update_begin(attention.updates, attention.handle)
-    WAITS[wait](attention)
-    attention.update([7, 7])
-
-
 def run(graph: Any) -> None:
     """torch_npu hands it to a thread of its own, and says later what became of it."""
     graph.replay()
@@ -155,20 +135,3 @@ def test_other_threads_may_wait_beside_an_update_and_a_capture(attention: Attent
             attention.query * 2
         finally:
             graph.capture_end()
-
-
-def test_memory_that_a_graph_reads_has_to_stay(npu: Any) -> None:
-    held = torch.ones(8 << 20, device="npu")  # too large to share a piece of the card's memory with others
-    result = torch.zeros(4, device="npu")
-    torch.npu.synchronize()
-    graph = torch.npu.NPUGraph()
-    with torch.npu.stream(torch.npu.Stream()):
-        graph.capture_begin(capture_error_mode="thread_local")
-        result.copy_(held[:4])
-        graph.capture_end()
-    graph.replay()
-    assert result.tolist() == [1.0] * 4
-    del held
-    npu.empty_cache()
-    with pytest.raises(RuntimeError, match="memory that aclnnInplaceCopy uses was given back"):
-        run(graph)
