@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,14 +36,16 @@ DEMO_DRAFTER = ROOT / "demo" / "draft-same-vocab"
 SECONDS_PER_FILE = 3600
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Device:
     name: str
     kind: str
     card: str
     """What VGS_DEVICE calls it."""
-    emulated: str
-    is_available: Callable[[], bool]
+
+    @property
+    def emulated(self) -> str:
+        return f"{self.card}-emulated"
 
     @property
     def out(self) -> Path:
@@ -51,23 +53,7 @@ class Device:
 
 
 DEVICES = {
-    device.name: device
-    for device in (
-        Device(
-            name="gaudi",
-            kind="Gaudi",
-            card="hpu",
-            emulated="hpu-emulated",
-            is_available=lambda: device_table.has_card("hpu"),
-        ),
-        Device(
-            name="ascend",
-            kind="Ascend NPU",
-            card="ascend",
-            emulated="ascend-emulated",
-            is_available=lambda: device_table.has_card("ascend"),
-        ),
-    )
+    device.name: device for device in (Device("gaudi", "Gaudi", "hpu"), Device("ascend", "Ascend NPU", "ascend"))
 }
 
 CONFORMANCE = "conformance"
@@ -257,10 +243,9 @@ def run_check(check: Check, options: argparse.Namespace) -> dict[str, Any]:
     for place, device in (("card", runs_on(options)), ("emulated card", options.device.emulated)):
         print(f"graph-check, {check.title}, on {device} in place of the {place}", flush=True)
         name = f"{check.title.replace(' ', '-')}-{place.replace(' ', '-')}"
-        chosen = ["--requests", str(options.requests), "--seed", str(options.seed), "--dtype", options.dtype]
         model = [options.model] if options.model else []
         stem = options.device.out / name
-        result = run_command("graph-check", device, stem, *model, "--device", device, *chosen, *check.options)
+        result = run_command("graph-check", device, stem, *model, "--device", device, *check.options)
         if isinstance(result, str):
             return {"title": check.title, "error": result, "rows": [], "findings": {}, "good": False}
         results[place] = result
@@ -282,9 +267,6 @@ def parse_options() -> argparse.Namespace:
     add("device", choices=DEVICES, help="whose card")
     add("--rehearse", action="store_true", help="run everything on the emulated card, and say so in the report")
     add("--model", help="folder or Hugging Face id for graph-check (default: the demo model, with its drafter)")
-    add("--requests", type=int, default=32, help="size of graph-check's workload")
-    add("--seed", type=int, default=0)
-    add("--dtype", default="auto", help="as for graph-check")
     add("--tests", nargs="*", choices=TESTS, metavar="NAME", help="only these tests; none: no tests")
     titles = [check.title for check in CHECKS]
     add("--checks", nargs="*", choices=titles, metavar="TITLE", help=f"only these of {', '.join(titles)}")
@@ -300,7 +282,7 @@ def runs_on(options: argparse.Namespace) -> str:
 
 def what_is_missing(options: argparse.Namespace) -> str | None:
     device: Device = options.device
-    if not options.rehearse and not device.is_available():
+    if not options.rehearse and not device_table.has_card(device.card):
         return (
             f"there is no {device.kind} here: verify-{device.name} needs a card, its driver and the Python "
             f"of its vendor's image, which {sys.executable} may not be; ARGS=--rehearse runs it on the emulated card"

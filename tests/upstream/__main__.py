@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from collections import Counter
 from contextlib import suppress
@@ -210,7 +209,7 @@ def start(files: list[File], side: str, current: dict[str, str], keep: bool) -> 
     return STATE / f"{side}-job.json"
 
 
-def run(files: list[File], side: str, job: Path, deadline: float) -> bool:
+def run(files: list[File], side: str, job: Path) -> bool:
     """Run what is left of some files in one process; return whether a case ended it, so that the rest is still left."""
     command = [sys.executable, "-m", "pytest", "-p", "adapter", "-p", "no:cacheprovider", "-q", "--tb=short"]
     command += ["--continue-on-collection-errors"]  # a model that is missing at import concerns one file
@@ -221,9 +220,7 @@ def run(files: list[File], side: str, job: Path, deadline: float) -> bool:
             command, cwd=STATE / "source", env=environment(side, job), stdout=log, stderr=log, start_new_session=True
         )
         try:
-            status = process.wait(max(deadline - time.monotonic(), 1))
-        except subprocess.TimeoutExpired:
-            return False
+            status = process.wait()
         finally:
             stop(process)
     crashed = False
@@ -253,14 +250,14 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def run_folder(folder: Path, files: list[File], current: dict[str, str], keep: bool, deadline: float) -> None:
+def run_folder(folder: Path, files: list[File], current: dict[str, str], keep: bool) -> None:
     for side in SIDES:
         left = [file for file in files if not is_over(file, side) or (is_stale(file, side, current) and not keep)]
         if side == UPSTREAM:
             left = [file for file in left if is_over(file, OURS)]
-        while left and time.monotonic() < deadline:
+        while left:
             print(f"{folder}: {len(left)} files, {side}", flush=True)
-            if not run(left, side, start(left, side, current, keep), deadline):
+            if not run(left, side, start(left, side, current, keep)):
                 break
             left = [file for file in left if not is_over(file, side)]
 
@@ -277,10 +274,8 @@ def main() -> int:
     parser.add_argument("words", nargs="*", metavar="WORD", help="only files with one of these in their path")
     parser.add_argument("--fresh", action="store_true", help="run all of them again")
     parser.add_argument("--keep", action="store_true", help="keep results of earlier states of the checkout, marked so")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after that long (default: no limit)")
     parser.add_argument("--list", action="store_true", help="only print the table of what was run")
     options = parser.parse_args()
-    deadline = time.monotonic() + 60 * options.minutes
     selection = read_selection(HERE / "selection.toml")
     files = [file for file in selection.files if not options.words or any(word in file.name for word in options.words)]
     if not files:
@@ -295,7 +290,7 @@ def main() -> int:
             print(f"error: not among the tests of this release: {', '.join(missing)}")
             return 2
         for folder, group in groupby(files, key=lambda file: Path(file.name).parent):
-            run_folder(folder, list(group), current, options.keep, deadline)
+            run_folder(folder, list(group), current, options.keep)
     rows = [compare(file, current, selection.refused) for file in files]
     show(rows)
     return 0 if all(row.is_over and not row.new and not row.is_stale for row in rows) else 1

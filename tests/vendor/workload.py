@@ -86,9 +86,8 @@ def serve(checkpoint: str, ngram: bool, vendors: bool) -> dict[str, Any]:
     )
     card = card_emulator.device()
     card.mark_step()
-    warm_up, graphs = card.counters.total, len(card.graphs)
+    warm_up = card.counters.total
     card.seal()
-    events = dict(card.counters.events)
     engine, steps = llm.llm_engine, 0
     finished: dict[str, list[int]] = {}
     asked: dict[str, list[int]] = {}
@@ -107,31 +106,12 @@ def serve(checkpoint: str, ngram: bool, vendors: bool) -> dict[str, Any]:
     card.mark_step()
     total = card.counters.total
     run = {name: value - getattr(warm_up, name, 0) for name, value in total.as_dict().items()}
-    run["compiles"] = total.compiles - warm_up.compiles
-    late = [
-        [event.what[:200], event.where, count]
-        for event, count in card.counters.events.items()
-        if event.kind == "compile after warm-up" and count > events.get(event, 0)
-    ]
     return {
         "steps": steps,
-        "graphs": graphs,
         "warm_up": warm_up.as_dict(),
         "run": run,
-        "late": late,
-        "by_kind": graphs_by_kind(card),
         "requests": [{"prompt": asked[name], "output": finished[name]} for name in sorted(asked)],
     }
-
-
-def graphs_by_kind(card: Any) -> dict[str, list[int]]:
-    """Name -> [graphs, replays]."""
-    found: dict[str, list[int]] = {}
-    for graph in card.graphs:
-        kind = found.setdefault(graph.name, [0, 0])
-        kind[0] += 1
-        kind[1] += graph.replays
-    return found
 
 
 def main() -> None:
