@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
 
 from tests.full_tests.block_drafters import BlockReference
 from tests.full_tests.engines import engine, first_tokens, generate
@@ -39,11 +39,12 @@ def test_published_drafter_changes_no_text(name: str, tmp_path: Path, monkeypatc
     ]
     with engine(target, **OPTIONS) as llm:
         plain = first_tokens(generate(llm, prompts, params))
+    recorder = Recorder(monkeypatch)
     with speculating(target, config, **OPTIONS) as llm:
         outputs = generate(llm, prompts, params)
         assert first_tokens(outputs) == plain
         assert max(drafted for account in accounts(outputs) for drafted in account.drafted) == drafter.num_drafts
-    check_logits(drafter, target, config, Recorder(monkeypatch))
+        check_logits(llm, drafter, BlockReference(config["model"], target, drafter.read()), recorder)
 
 
 def run_apart(name: str) -> None:
@@ -55,15 +56,14 @@ def run_apart(name: str) -> None:
     assert found.returncode == 0, found.stdout[-4000:]
 
 
-def check_logits(drafter: Block, target: str, config: dict[str, object], recorder: Recorder) -> None:
+def check_logits(llm: LLM, drafter: Block, reference: BlockReference, recorder: Recorder) -> None:
     """Check the logits of every block against a dense reference, which reads the same configuration."""
-    reference, num_compared = BlockReference(str(config["model"]), target, drafter.read()), 0
-    with engine(target, speculative_config=config, **OPTIONS) as llm:
-        for prompt in random_prompts([25, 73], 90, seed=1):
-            recorder.rounds.clear()
-            output = first_tokens(generate(llm, [prompt], greedy(drafter.num_drafts + 6)))[0]
-            for length, drafts, logits in recorder.rounds:
-                wanted_KV = reference.block_logits([*prompt, *output][:length], drafts)
-                torch.testing.assert_close(torch.stack(logits), wanted_KV, atol=1e-3, rtol=1e-3)
-                num_compared += 1
+    num_compared = 0
+    for prompt in random_prompts([25, 73], 90, seed=1):
+        recorder.rounds.clear()
+        output = first_tokens(generate(llm, [prompt], greedy(drafter.num_drafts + 6)))[0]
+        for length, drafts, logits in recorder.rounds:
+            wanted_KV = reference.block_logits([*prompt, *output][:length], drafts)
+            torch.testing.assert_close(torch.stack(logits), wanted_KV, atol=1e-3, rtol=1e-3)
+            num_compared += 1
     assert num_compared > 2
