@@ -14,6 +14,8 @@ from fp8_calibration.scales import make_scales
 from fp8_calibration.writing import write_files
 from tests.full_tests.engines import engine, generate
 from tests.full_tests.prompts import random_prompts
+from tests.full_tests.speculation import accepted
+from vllm_gaudi_spec.config import REQUEST_OPTION
 from vllm_gaudi_spec.quantization import files
 
 METHODS = ("maxabs_pow2", "act_maxabs_pow2_weights_pcs_maxabs_pow2", "maxabs_arbitrary")
@@ -86,3 +88,16 @@ def ask(llm: LLM, count: int, num_tokens: int = 24, **options: Any) -> list[list
         for i in range(count)
     ]
     return [list(output.outputs[0].token_ids) for output in generate(llm, prompts, params)]
+
+
+def drafting(model: str) -> dict[str, Any]:
+    return dict(method="draft_model", model=model, num_speculative_tokens=3, rejection_sample_method="strict")
+
+
+def check_drafts(llm: LLM, least: int, count: int = 8, **options: Any) -> list[list[int]]:
+    """Check that texts with drafts are those without, which are returned, and that more than `least` were accepted."""
+    plain = ask(llm, count, extra_args={REQUEST_OPTION: 0}, **options)
+    before = accepted(llm)
+    assert ask(llm, count, **options) == plain
+    assert accepted(llm) > before + least
+    return plain

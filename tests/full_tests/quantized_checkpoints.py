@@ -9,10 +9,9 @@ from torch import nn
 from vllm.model_executor.layers.linear import LinearBase
 
 from tests.full_tests.engines import engine
-from tests.full_tests.quantized import ask
-from tests.full_tests.speculation import accepted
+from tests.full_tests.quantized import ask, check_drafts, drafting
 from tests.models.formats import kernels, rewrite
-from vllm_gaudi_spec.config import REFERENCE, REQUEST_OPTION
+from vllm_gaudi_spec.config import REFERENCE
 
 # Few shapes: on an emulated card each is a program.
 SIZES: dict[str, Any] = dict(max_num_seqs=2, max_model_len=128, max_num_batched_tokens=128, skip_tokenizer_init=True)
@@ -31,10 +30,6 @@ def dtypes_of_linears(model: nn.Module) -> set[torch.dtype]:
     return {next(module.parameters()).dtype for module in model.modules() if isinstance(module, LinearBase)}
 
 
-def drafting(model: str) -> dict[str, Any]:
-    return dict(method="draft_model", model=model, num_speculative_tokens=3, rejection_sample_method="strict")
-
-
 MTP = dict(method="mtp", num_speculative_tokens=2, rejection_sample_method="strict")
 
 
@@ -49,10 +44,7 @@ def texts_with_and_without_drafts(
 ) -> list[list[int]]:
     """`least`: of accepted drafts. `kept_as`: dtypes of linear layers' weights."""
     with engine(model, speculative_config=speculative or drafting(model), **kernels(which), **SIZES, **options) as llm:
-        plain = ask(llm, 4, extra_args={REQUEST_OPTION: 0}, detokenize=False)
-        before = accepted(llm)
-        assert ask(llm, 4, detokenize=False) == plain
-        assert accepted(llm) > before + least
+        plain = check_drafts(llm, least, 4, detokenize=False)
         assert kept_as is None or all(found == kept_as for found in llm.apply_model(dtypes_of_linears))
     return plain
 

@@ -9,22 +9,17 @@ import torch
 import card_emulator
 from tests.full_tests import heads, mtp_checkpoints
 from tests.full_tests.engines import engine
-from tests.full_tests.quantized import METHODS, Calibrated, ask, calibrate, drafter, quantizing
+from tests.full_tests.quantized import METHODS, Calibrated, calibrate, check_drafts, drafter, drafting, quantizing
 from tests.full_tests.quantized_checkpoints import MTP, rewritten, texts_with_and_without_drafts
-from tests.full_tests.speculation import accepted
 from tests.full_tests.test_refusals import refusal
 from tests.support.marks import quick_and_slow
-from vllm_gaudi_spec.config import NATIVE, REQUEST_OPTION
+from vllm_gaudi_spec.config import NATIVE
 from vllm_gaudi_spec.devices.hpu import backend as hpu
 
 pytestmark = pytest.mark.emulated
 
 # Few shapes: each is a program, for every branch of sampling.
 SIZES: dict[str, Any] = dict(max_num_seqs=2, max_model_len=128, max_num_batched_tokens=128)
-
-
-def drafting(model: str) -> dict[str, Any]:
-    return dict(method="draft_model", model=model, num_speculative_tokens=3, rejection_sample_method="strict")
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +36,7 @@ def test_drafts_are_lossless_in_fp8(method: str, looping_llama: str, calibrated:
         quantizing(calibrated.serving("target", method)),
         engine(looping_llama, speculative_config=drafting(looping_llama), **draft, **SIZES) as llm,
     ):
-        plain = ask(llm, 4, extra_args={REQUEST_OPTION: 0})
-        before = accepted(llm)
-        assert ask(llm, 4) == plain
-        assert accepted(llm) > before + 20
+        check_drafts(llm, 20, 4)
 
 
 @pytest.mark.slow
@@ -55,10 +47,7 @@ def test_drafts_are_lossless_with_kv_in_fp8(method: str, looping_llama: str) -> 
     if method == "eagle":
         model, speculative = heads.target(method), heads.head(method, 3, rejection_sample_method="strict")
     with engine(model, speculative_config=speculative, kv_cache_dtype="fp8", **SIZES) as llm:
-        plain = ask(llm, 4, extra_args={REQUEST_OPTION: 0})
-        before = accepted(llm)
-        assert ask(llm, 4) == plain
-        assert accepted(llm) > before + (20 if method == "draft_model" else 0)
+        check_drafts(llm, 20 if method == "draft_model" else 0, 4)
 
 
 @pytest.mark.slow

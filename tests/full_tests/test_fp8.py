@@ -9,7 +9,7 @@ import pytest
 
 from tests.full_tests import heads
 from tests.full_tests.engines import counter, engine
-from tests.full_tests.quantized import METHODS, Calibrated, ask, calibrate, drafter, quantizing
+from tests.full_tests.quantized import METHODS, Calibrated, ask, calibrate, drafter, drafting, quantizing
 from tests.full_tests.speculation import accepted, ngram
 from tests.support.marks import quick_and_slow
 from vllm_gaudi_spec.config import REQUEST_OPTION
@@ -18,10 +18,6 @@ from vllm_gaudi_spec.quantization.layers import CalibratedLinear
 
 STRICT = dict(rejection_sample_method="strict")
 SIZES: dict[str, Any] = dict(max_num_seqs=8, max_num_batched_tokens=128)
-
-
-def drafting(model: str, **options: Any) -> dict[str, Any]:
-    return dict(method="draft_model", model=model, num_speculative_tokens=3, **STRICT, **options)
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from vllm import LLM
 
 from tests.full_tests import heads
 from tests.full_tests.engines import SMALL_KV, counter, engine, preemptions
-from tests.full_tests.quantized import ask
-from tests.full_tests.speculation import accepted, ngram
+from tests.full_tests.quantized import check_drafts, drafting
+from tests.full_tests.speculation import ngram
 from tests.models.formats import kernels, rewrite
-from vllm_gaudi_spec.config import REFERENCE, REQUEST_OPTION
+from vllm_gaudi_spec.config import REFERENCE
 from vllm_gaudi_spec.quantization.layers import KV_DTYPE
 
 FP8, NUM_KV_HEADS = "ct-fp8-dynamic", 2
@@ -25,24 +24,11 @@ STRICT = dict(rejection_sample_method="strict")
 SIZES: dict[str, Any] = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256)
 
 
-def drafting(model: str) -> dict[str, Any]:
-    return dict(method="draft_model", model=model, num_speculative_tokens=3, **STRICT)
-
-
-def check(llm: LLM, least: int) -> list[list[int]]:
-    """Exactly the same texts with drafts and without, and so many drafts were accepted."""
-    plain = ask(llm, 8, extra_args={REQUEST_OPTION: 0})
-    before = accepted(llm)
-    assert ask(llm, 8) == plain
-    assert accepted(llm) - before > least
-    return plain
-
-
 def test_drafts_are_lossless(looping_llama: str) -> None:
     """Chunks, blocks out of the prefix cache, and verify steps beside each other."""
     options = dict(kv_cache_dtype="fp8", enable_prefix_caching=True)
     with engine(looping_llama, speculative_config=drafting(looping_llama), **options, **SIZES) as llm:
-        check(llm, least=50)
+        check_drafts(llm, least=50)
         assert counter(llm, "vllm:prefix_cache_hits") > 100
         assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 100
 
@@ -52,7 +38,7 @@ def test_drafts_are_lossless_after_preemption(looping_llama: str) -> None:
     """What comes again was written by chunks instead of steps."""
     options = SIZES | SMALL_KV | dict(kv_cache_memory_bytes=1 << 18, kv_cache_dtype="fp8")
     with engine(looping_llama, speculative_config=drafting(looping_llama), **options) as llm:
-        check(llm, least=50)
+        check_drafts(llm, least=50)
         assert preemptions(llm) > 0
 
 
@@ -61,14 +47,14 @@ def test_drafts_are_lossless_after_preemption(looping_llama: str) -> None:
 def test_heads_are_lossless(method: str) -> None:
     head = heads.head(method, 3, **STRICT)
     with engine(heads.target(method), speculative_config=head, kv_cache_dtype="fp8_inc", **SIZES) as llm:
-        check(llm, least=0)
+        check_drafts(llm, least=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek-v3", "gemma3", "qwen3-moe"])
 def test_latent_windowed_and_moe_layers_are_lossless(family: str, made: Callable[[str], str]) -> None:
     with engine(made(family), speculative_config=ngram(3, **STRICT), kv_cache_dtype="fp8_e4m3", **SIZES) as llm:
-        check(llm, least=-1)
+        check_drafts(llm, least=-1)
 
 
 slow = pytest.mark.slow
@@ -92,7 +78,7 @@ def test_kv_scales_of_a_checkpoint_are_used(
     model = with_kv_scales(looping_llama, tmp_path / "scaled", strategy, weights=weights)
     options = SIZES | kernels(REFERENCE) | dict(tensor_parallel_size=num_ranks)
     with engine(model, speculative_config=drafting(model), **options) as llm:
-        check(llm, least=50)
+        check_drafts(llm, least=50)
         ranks = llm.collective_rpc(scales_of_layers)
     for rank, scales in enumerate(ranks):
         assert len(scales) == 8  # keys and values of two layers of each model
@@ -101,33 +87,6 @@ def test_kv_scales_of_a_checkpoint_are_used(
             heads_of_rank = expected.chunk(num_ranks)[rank] if strategy == "attn_head" else expected
             assert dtype == str(KV_DTYPE)
             assert found == pytest.approx(heads_of_rank.tolist())
-
-
-@pytest.mark.parametrize(
-    ("scheme", "requested"),
-    [
-        # vLLM has no --kv-cache-dtype float32: this is how to decline, whatever the model's dtype.
-        ({}, "bfloat16"),
-        pytest.param(dict(type="int"), "fp8", marks=slow),
-        pytest.param(dict(symmetric=False), "auto", marks=slow),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("weights", [None, pytest.param(FP8, marks=slow)])
-def test_kv_scales_of_an_unsupported_scheme_are_ignored(
-    weights: str | None, scheme: dict[str, Any], requested: str, looping_llama: str, tmp_path: Path
-) -> None:
-    """They are not loaded, also where there is one for each head, for which layers then have no place."""
-    model = with_kv_scales(looping_llama, tmp_path / "scaled", "attn_head", weights=weights, **scheme)
-    with engine(model, kv_cache_dtype=requested, **SIZES, **kernels(REFERENCE)) as llm:
-        ask(llm, 1)
-        (layers,) = llm.collective_rpc(kv_of_layers)
-    assert layers == [("torch.float8_e4m3fn" if requested == "fp8" else "torch.float32", 1.0, 1.0)] * 2
-
-
-def kv_of_layers(worker: Any) -> list[tuple[str, float, float]]:
-    layers = worker.vllm_config.compilation_config.static_forward_context.values()
-    return [(str(layer.kv_cache.dtype), float(layer._k_scale), float(layer._v_scale)) for layer in layers]
 
 
 def scales_of_layers(worker: Any) -> list[tuple[str, list[float]]]:
@@ -143,8 +102,8 @@ def _scales(which: str, count: int) -> torch.Tensor:
     return torch.linspace(0.02, 0.03, count) * (2 if which == "v" else 1)
 
 
-def with_kv_scales(model: str, copy: Path, strategy: str, *, weights: str | None = None, **changes: Any) -> str:
-    """`weights`: the format of the others, if they have one. `changes`: of the scheme."""
+def with_kv_scales(model: str, copy: Path, strategy: str, *, weights: str | None) -> str:
+    """`weights`: the format of the others, if they have one."""
     shutil.copytree(model, copy)
     if weights is not None:
         rewrite(copy, weights, copy / "meant")
@@ -152,7 +111,7 @@ def with_kv_scales(model: str, copy: Path, strategy: str, *, weights: str | None
     quantization = config.get("quantization_config") or dict(
         quant_method="compressed-tensors", format="dense", config_groups={}, ignore=[]
     )
-    scheme = dict(num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=False) | changes
+    scheme = dict(num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=False)
     config["quantization_config"] = quantization | dict(kv_cache_scheme=scheme)
     assert config["num_key_value_heads"] == NUM_KV_HEADS
     (copy / "config.json").write_text(json.dumps(config))
