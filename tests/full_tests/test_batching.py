@@ -6,7 +6,7 @@ from vllm import SamplingParams
 from tests.full_tests.engines import counter, engine, first_tokens, generate
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.tiny_models import VOCAB
-from tests.full_tests.workload import Answer, Request, differences, mixed_requests, run_alone, run_together
+from tests.full_tests.workload import Answer, Request, check_same, mixed_requests, run_alone, run_together
 
 CACHED = dict(enable_prefix_caching=True)
 UNCACHED = dict(enable_prefix_caching=False)
@@ -28,24 +28,19 @@ def alone(tiny_llama: str, requests: list[Request]) -> list[list[Answer]]:
     return result
 
 
-def check(requests: list[Request], ours: list[list[Answer]], alone: list[list[Answer]]) -> None:
-    different = differences(requests, ours, alone)
-    assert not different, f"{len(different)} of {len(requests)} requests differ\n" + "\n".join(different[:5])
-
-
 def test_together(tiny_llama: str, requests: list[Request], alone: list[list[Answer]]) -> None:
     with engine(tiny_llama, **UNCACHED) as llm:
-        check(requests, run_together(llm, requests), alone)
+        check_same(requests, run_together(llm, requests), alone)
         # Another order, other neighbors, other rows.
         backwards = requests[::-1]
-        check(backwards, run_together(llm, backwards), alone[::-1])
+        check_same(backwards, run_together(llm, backwards), alone[::-1])
 
 
 def test_prefix_cache(tiny_llama: str, requests: list[Request], alone: list[list[Answer]]) -> None:
     with engine(tiny_llama, **CACHED) as llm:
-        check(requests, run_together(llm, requests), alone)
+        check_same(requests, run_together(llm, requests), alone)
         before = counter(llm, "vllm:prefix_cache_hits")
-        check(requests, run_together(llm, requests), alone)
+        check_same(requests, run_together(llm, requests), alone)
         assert counter(llm, "vllm:prefix_cache_hits") - before > 1000
 
 

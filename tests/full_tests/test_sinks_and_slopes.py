@@ -54,8 +54,18 @@ def check(case: str, folder: str, found: list[list[int]]) -> None:
     tally.check()
 
 
-def check_without_and_with_drafts(case: str, folder: str, **options: Any) -> None:
-    with engine(folder, speculative_config=ngram(K), **SIZES, **options) as llm:
+TWO_RANKS = dict(tensor_parallel_size=2)
+"""Each has its own heads' sinks or slopes, and a part of each expert."""
+CASES = [
+    *((case, {}) for case in (BLOOM, "falcon-alibi", MXFP4)),
+    *((case, TWO_RANKS) for case in (GPT_OSS, MXFP4, BLOOM)),
+    *((case, dict(kv_cache_dtype="fp8")) for case in (GPT_OSS, BLOOM)),
+]
+
+
+@pytest.mark.parametrize(("case", "options"), quick_and_slow([(GPT_OSS, {})], CASES))
+def test_sinks_and_alibi_equal_transformers(case: str, options: dict[str, Any], made: Callable[[str], str]) -> None:
+    with engine(made(case), speculative_config=ngram(K), **SIZES, **options) as llm:
         plain = without_drafts(llm)
         assert accepted(llm) == 0
         assert llm.reset_prefix_cache()
@@ -63,25 +73,7 @@ def check_without_and_with_drafts(case: str, folder: str, **options: Any) -> Non
         assert accepted(llm) > 0
         assert llm.collective_rpc("step_report")[0]["host_syncs_per_step"] <= 1
     if "kv_cache_dtype" not in options:  # which rounds
-        check(case, folder, plain)
-
-
-@pytest.mark.parametrize("case", quick_and_slow([GPT_OSS], (BLOOM, "falcon-alibi", MXFP4)))
-def test_sinks_and_alibi_equal_transformers(case: str, made: Callable[[str], str]) -> None:
-    check_without_and_with_drafts(case, made(case))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [GPT_OSS, MXFP4, BLOOM])
-def test_sinks_and_alibi_on_two_ranks(case: str, made: Callable[[str], str]) -> None:
-    """Each has its own heads' sinks or slopes, and a part of each expert."""
-    check_without_and_with_drafts(case, made(case), tensor_parallel_size=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [GPT_OSS, BLOOM])
-def test_sinks_and_alibi_with_kv_in_fp8(case: str, made: Callable[[str], str]) -> None:
-    check_without_and_with_drafts(case, made(case), kv_cache_dtype="fp8")
+        check(case, made(case), plain)
 
 
 @pytest.mark.slow

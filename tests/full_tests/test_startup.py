@@ -48,18 +48,6 @@ def test_shutdown_under_load(how: signal.Signals, tiny_llama: str, tmp_path: Pat
     check_ended(server, ending)
 
 
-def failing_start(model: str, *options: str, **environment: str) -> str:
-    """The last line of a start that must fail."""
-    return last_line(failed_start(model, *options, **environment))
-
-
-def failed_start(model: str, *options: str, **environment: str) -> str:
-    command, variables = serve_command(model, *options), serve_environment(**environment)
-    done = run(command, env=variables, stdin=subprocess.DEVNULL, timeout=START_SECONDS)
-    assert done.returncode != 0, done.stdout[-2000:]
-    return done.stdout
-
-
 def test_second_platform_plugin_is_named(tiny_llama: str, tmp_path: Path) -> None:
     """A second plugin that wants to be the platform. With VGS_DEVICE set ours wants to be it too."""
     package = tmp_path / "other_platform-1.0.dist-info"
@@ -68,6 +56,9 @@ def test_second_platform_plugin_is_named(tiny_llama: str, tmp_path: Path) -> Non
     (package / "entry_points.txt").write_text("[vllm.platform_plugins]\nother_device = other_platform:register\n")
     code = 'def register() -> str:\n    return "vllm.platforms.cpu.CpuPlatform"\n'
     (tmp_path / "other_platform.py").write_text(code)
-    line = failing_start(tiny_llama, PYTHONPATH=str(tmp_path), VGS_DEVICE="cpu")
+    variables = serve_environment(PYTHONPATH=str(tmp_path), VGS_DEVICE="cpu")
+    done = run(serve_command(tiny_llama), env=variables, stdin=subprocess.DEVNULL, timeout=START_SECONDS)
+    assert done.returncode != 0, done.stdout[-2000:]
+    line = last_line(done.stdout)
     assert "other_device" in line, line
     assert re.search(r"VLLM_PLUGINS|VGS_DEVICE|uninstall", line), f"does not say what to do: {line}"
