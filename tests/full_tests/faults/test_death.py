@@ -17,27 +17,23 @@ from tests.full_tests.server import Server
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("options", [DRAFTS, OPTIONS], ids=["one rank", "two ranks"])
-def test_requests_fail_when_a_step_has_no_memory(options: tuple[str, ...], looping_llama: str, tmp_path: Path) -> None:
-    fault = Injected(
-        tmp_path / "injected",
-        "vllm_gaudi_spec.runner.model_runner.ModelRunner.forward",
-        'import torch; raise torch.OutOfMemoryError("injected: the device has no memory left")',
-    )
-    environment = fault.environment(os.environ.get("PYTHONPATH"))
+NO_MEMORY = ("vllm_gaudi_spec.runner.model_runner.ModelRunner.forward", "import torch; raise torch.OutOfMemoryError")
+NO_BYTES = ("vllm.v1.serial_utils.MsgpackEncoder.encode_into", "raise RuntimeError")
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [(DRAFTS, NO_MEMORY), (OPTIONS, NO_MEMORY), (DRAFTS, NO_BYTES)],
+    ids=["no memory, one rank", "no memory, two ranks", "an output that cannot be sent"],
+)
+def test_requests_fail_when_a_step_fails(
+    options: tuple[str, ...], fault: tuple[str, str], looping_llama: str, tmp_path: Path
+) -> None:
+    where, error = fault
+    injected = Injected(tmp_path / "injected", where, f'{error}("injected: this step fails")')
+    environment = injected.environment(os.environ.get("PYTHONPATH"))
     server = Server(looping_llama, tmp_path / "log.txt", *options, environment=environment)
-    check_death(server, fault.arm, "injected: the device has no memory left")
-
-
-def test_requests_fail_when_an_output_cannot_be_sent(looping_llama: str, tmp_path: Path) -> None:
-    fault = Injected(
-        tmp_path / "injected",
-        "vllm.v1.serial_utils.MsgpackEncoder.encode_into",
-        'raise RuntimeError("injected: this output has no bytes")',
-    )
-    environment = fault.environment(os.environ.get("PYTHONPATH"))
-    server = Server(looping_llama, tmp_path / "log.txt", *DRAFTS, environment=environment)
-    check_death(server, fault.arm, "injected: this output has no bytes")
+    check_death(server, injected.arm, "injected: this step fails")
 
 
 def test_server_ends_when_its_idle_engine_is_killed(looping_llama: str, tmp_path: Path) -> None:
