@@ -15,7 +15,6 @@ import card_emulator
 from tests.full_tests import never_wrong, poison, rule_models
 from tests.full_tests.captured import Reference, captured, programs_are_the_manifest, signatures
 from tests.full_tests.engines import SMALL_KV, counter, engine, preemptions
-from tests.full_tests.heads import METHODS, head, target
 from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.speculation import MODES, accepted, ngram, speculating, suffix
 from tests.full_tests.workload import Request, run_together
@@ -116,21 +115,6 @@ def test_head_of_the_rule_is_never_wrong(tmp_path: Path) -> None:
             never_wrong.ask(llm)
         poison.fill(llm)
         never_wrong.ask(llm, beside=[poison.REQUEST])
-        reads_once(llm)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_head_is_lossless(method: str, requests: list[Request]) -> None:
-    """Steps overlap: nothing between a forward and its report waits for the host."""
-    with engine(target(method), **SIZES) as llm:
-        reference = Reference.of(llm, requests)
-    before = captured()
-    with speculating(target(method), head(method, 3), **BOTH) as llm:
-        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-        programs_are_the_manifest(llm, before)
-        reference.check(requests, run_together(llm, requests))
-        assert accepted(llm) > 50
         reads_once(llm)
 
 
