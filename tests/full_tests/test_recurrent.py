@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.full_tests import drafters, mtp_checkpoints, tiny_models
+from tests.full_tests import drafters, tiny_models
 from tests.full_tests.engines import counter, engine, first_tokens, generate, preemptions
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.speculation import accepted, custom, ngram, speculating
@@ -158,14 +158,3 @@ def test_drafts_on_the_device_are_lossless(models: Models, requests: list[Reques
     with speculating(models.path(CASE), config, async_scheduling=True, **BUSY) as llm:
         check_same(requests, run_together(llm, requests), plain)
         assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 100
-
-
-def test_mtp_layer_is_lossless(tmp_path: Path, requests: list[Request]) -> None:
-    """MTP: a layer with attention alone, which reads the hidden states of a target that has states."""
-    with_layer, some = mtp_checkpoints.save("qwen3-next", tmp_path), requests[:8]
-    with engine(with_layer, **SIZES) as llm:
-        plain = run_together(llm, some)
-    with speculating(with_layer, dict(method="mtp", num_speculative_tokens=3), **BUSY) as llm:
-        check_same(some, run_together(llm, some), plain)
-        assert 0 < accepted(llm) < counter(llm, "vllm:spec_decode_num_draft_tokens")
-        assert preemptions(llm) > 0
