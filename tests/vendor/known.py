@@ -8,6 +8,7 @@ import pytest
 VLLM_GAUDI = "v0.27.0rc0-51-g091bbadd"
 """The version from `git describe` at commit 091bbadda10bee4fd3f6d0efc1844d2610dd2707."""
 
+# The others need models from a hub, test nothing of the card, or, as test_fsdpa_slicing.py, ask for PT_HPU_LAZY_MODE=0.
 FILES = (
     "ops/test_hpu_fp8.py",
     "ops/test_hpu_awq.py",
@@ -28,14 +29,6 @@ FILES = (
     "test_platform.py",
     "test_utils.py",
 )
-
-# Why the others do not run here.
-LEFT_OUT = {
-    "worker/*, lora/*, multimodal/*, test_embedding.py, test_prefix_caching.py": "models from a hub",
-    "test_fsdpa_slicing.py": "asks for PT_HPU_LAZY_MODE=0, which is not emulated",
-    "kv_offload/*, test_lmcache_monkey.py, test_multi_model_engine_unit.py, test_minimax_m3_tool_parser.py, "
-    "test_vision_resolutions.py": "nothing of the card",
-}
 
 _TOPK = "topk with sorted=False, which bridge 1.19 refuses, and so does the hostile card (quirk O08)"
 _AUTOGRAD = "autograd asks torch's C++ which accelerator there is, and the emulated card is none for it"
