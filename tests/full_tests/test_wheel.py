@@ -52,14 +52,11 @@ def binaries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for command in (make.replace("python3", shlex.quote(sys.executable), 1), install):
         done = output(["bash", "-c", command], folder)
         assert done.returncode == 0, done.stderr
-    made = folder / "env" / "bin"
-    found = json.loads(output([str(made / "gaudi-spec"), "doctor", "--json"]).stdout)
-    # Without PyTorch's index, as behind a mirror of PyPI alone, torchvision is of another build than torch.
-    assert not [finding for finding in found["findings"] if finding["severity"] == "problem"]
-    return made
+    return folder / "env" / "bin"
 
 
 def test_doctor_finds_no_problem_in_a_wheel(binaries: Path) -> None:
+    """Without PyTorch's index, as behind a mirror of PyPI alone, torchvision is of another build than torch."""
     done = output([str(binaries / "gaudi-spec"), "doctor"])
     assert done.returncode == 0, done.stdout
 
