@@ -4,8 +4,8 @@ python -m benchmarks adaptive --json .bench/adaptive.json
 
 For each method, engines live side by side, each in a process of its own, and take turns: no speculation, the method
 with k drafts and with fewer, and adaptive verification with k. A turn is one batch of prompts, past any end token; the
-next turn has other prompts. The first turns of a batch size, in which the engine tries each number of drafts, are
-reported apart. Ratios are of neighboring turns.
+next turn has other prompts. The first turns of a batch size, in which the engine learns, are reported apart. Ratios are
+of neighboring turns.
 
 With --size the target and an EAGLE head have that shape and random weights, and drafts are accepted at the given rates:
 
@@ -116,9 +116,11 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return a row for each batch size. `what` says what the rows are about."""
     answers = []
+    others = {name: setup for name, setup in setups.items() if name != ADAPTIVE}
     with side_by_side() as engines:
         with ThreadPoolExecutor(max_workers=None if dummy.on_accelerator() else 1) as pool:
-            engines.update(zip(setups, pool.map(start, setups, setups.values()), strict=True))
+            engines.update(zip(others, pool.map(start, others, others.values()), strict=True))
+        engines[ADAPTIVE] = start(ADAPTIVE, setups[ADAPTIVE])  # alone, since its warm-up measures the times of steps
         num_turns = Counter[Engine]()
         for batch in options.batches:
 

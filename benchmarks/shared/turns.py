@@ -144,7 +144,7 @@ def _serve(
                 continue
             batch, tokens, first = asked
             # Seeds of their own: with one for all, what is accepted at a position is one draw.
-            params = [drafting.sampling(0.0, tokens, seed) for seed in range(batch)]
+            params = [drafting.sampling(0.0, tokens, seed) for seed in range(first, first + batch)]
             requests = [{"prompt_token_ids": prompts[i % len(prompts)]} for i in range(first, first + batch)]
             started = time.perf_counter()
             llm.generate(requests, params, use_tqdm=False)
