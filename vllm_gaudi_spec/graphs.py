@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
@@ -68,6 +68,8 @@ class StepRecorder:
         self._compiled = 0
         self.coverage: Mapping[str, float] = {}
         """Fraction of the output that each vocabulary covers; set once when the drafter is loaded."""
+        self.step_times: Mapping[int, Sequence[float]] = {}
+        """Seconds of decodes for adaptive verification (`WorkerCounts`); set once at the end of warm-up."""
 
     def expect(self, signatures: Iterable[Hashable]) -> None:
         """Add signatures that the configuration can reach, whether warm-up runs or only lists them."""
@@ -116,6 +118,7 @@ class StepRecorder:
             self.coverage,
             self._num_prefill_tokens,
             self._num_prefill_padding,
+            self.step_times,
         )
 
     def report(self, num_host_syncs: int) -> dict[str, object]:

@@ -13,7 +13,7 @@ A digit is a dimension of that size. Files that use other letters explain them a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -361,3 +361,5 @@ class WorkerCounts(NamedTuple):
     """Number of real tokens in prompt chunks."""
     num_prefill_padding: int = 0
     """Number of tokens of padding that were computed with them."""
+    step_times: Mapping[int, Sequence[float]] = {}
+    """Maps the rows of a decode to its seconds in warm-up, for each number of drafts per row; empty unless adaptive."""

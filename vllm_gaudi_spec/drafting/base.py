@@ -351,6 +351,9 @@ class Drafting:
 
     # --- warm-up ---
 
+    def propose_for_padding(self, num_rows: int, num_drafts: int) -> None:
+        """Run what drafting runs on the device after a decode that verified `num_drafts` drafts per row."""
+
     def jobs(self) -> Iterator[Job]:
         """Yield warm-up jobs for every graph that drafting may run."""
         yield from ()

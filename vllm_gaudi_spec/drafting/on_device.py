@@ -16,7 +16,7 @@ from vllm_gaudi_spec.device_rows import DeviceRows
 from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.graphs import DRAFTS, Job
-from vllm_gaudi_spec.records import DraftBatch
+from vllm_gaudi_spec.records import DraftBatch, SampledRows
 from vllm_gaudi_spec.sampling.branches import Branch
 from vllm_gaudi_spec.scheduling.limits import RowLimits, apply_limits
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.drafting.base import DeviceProposer, DrafterKVSync, DraftingContext
     from vllm_gaudi_spec.drafting.guard import Guard
-    from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampledRows, StepResult
+    from vllm_gaudi_spec.records import Batch, DraftRound, Request, StepResult
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.step_inputs import StepInputs
 
@@ -154,8 +154,7 @@ class DeviceDrafting(Drafting):
         if batch is None or not drafts_follow:
             return False
         try:
-            width = min(width for width in self._widths if width >= max_drafts)
-            self._draft(batch, branch.select_drafting(self._mode), width)
+            self._draft(batch, branch.select_drafting(self._mode), self._fit_width(max_drafts))
         except Exception as error:
             self._guard.handle_error(error, requests)
             self._kv_sync.on_faulty(requests)
@@ -175,6 +174,9 @@ class DeviceDrafting(Drafting):
             num_rows=self._shapes.fit_rows(len(sampled.requests)),
             context=self._shapes.decode_context(ends),
         )
+
+    def _fit_width(self, num_drafts: int) -> int:
+        return min(width for width in self._widths if width >= num_drafts)
 
     def _draft(self, batch: DraftBatch, branch: Branch, num_drafts: int) -> None:
         self._recorder.saw(self._signature(batch.inputs.num_rows, batch.context, branch, num_drafts))
@@ -230,6 +232,17 @@ class DeviceDrafting(Drafting):
             run = partial(self._draft_padding, num_rows, context, branch, num_drafts)
             signature = self._signature(num_rows, context, branch, num_drafts)
             yield Job(DRAFTS, run, (signature,), num_rows, branch == Branch())
+
+    def propose_for_padding(self, num_rows: int, num_drafts: int) -> None:
+        if not self._kv_sync.has_kv:  # then the sampling pass drafts
+            return
+        context = self._shapes.decode(1, [], num_rows).context
+        batch = self._requests.make_draft_batch([], [], num_rows=num_rows, context=context)
+        if self._kv_sync.reads_every_step:
+            sampled = SampledRows(requests=[], ends=[0], num_queries=1 + num_drafts, decode=None)
+            self._kv_sync.before_round(sampled, np.zeros(0, dtype=np.int32), batch)
+        if num_drafts:
+            self._draft(batch, Branch(), self._fit_width(num_drafts))
 
     def _draft_padding(self, num_rows: int, context: int, branch: Branch, num_drafts: int) -> None:
         batch = self._requests.make_draft_batch([], [], num_rows=num_rows, context=context)

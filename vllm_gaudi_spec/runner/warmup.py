@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+_TIMED_STEPS = 4
+"""The number of decodes whose mean time is taken."""
+
 
 def jobs(runner: ModelRunner) -> Iterator[Job]:
     """Yield jobs for every step signature that the configuration can reach, starting with the largest forwards."""
@@ -106,6 +109,8 @@ def warm_up(runner: ModelRunner) -> None:
                 loaded.check_kv_is_written()
     else:
         logger.info("Warm-up ran no decode, so it could not check that every layer writes its KV.")
+    if runner.speculation is not None and runner.speculation.is_adaptive:
+        recorder.step_times = _time_steps(runner, runner.speculation.widths, max_tokens)
     _finish_warm_up(runner)
     logger.info(
         "Warm-up took %.1f s; it ran %d of %d step signatures.",
@@ -135,6 +140,41 @@ def _touch_states(runner: ModelRunner) -> None:
 
 def _forward(runner: ModelRunner, shape: Shape) -> None:
     runner.compute(runner.make_batch(Planned.make_padding(shape)))
+
+
+def _time_steps(runner: ModelRunner, widths: tuple[int, ...], max_tokens: int) -> dict[int, list[float]]:
+    """Return the seconds of a decode of padding, by rows, for each number of drafts per row.
+
+    A decode of more than `max_tokens` tokens has no graph yet, so it gets the time of one with fewer rows.
+    """
+    times: dict[int, list[float]] = {}
+    seconds: dict[int, float] = {}
+    for rows in runner.shapes.decode_rows:
+        for num_drafts in (0, *widths):
+            if num_drafts not in seconds or max_tokens < 0 or rows * (1 + num_drafts) <= max_tokens:
+                seconds[num_drafts] = _time_step(runner, rows, num_drafts)
+        times[rows] = [*seconds.values()]
+        logger.debug("Decodes of %d rows took these seconds, by drafts per row: %s.", rows, seconds)
+    return times
+
+
+def _time_step(runner: ModelRunner, rows: int, num_drafts: int) -> float:
+    """Return the seconds of a decode that follows others like it. The host does not wait between them."""
+    shape = runner.shapes.decode(1 + num_drafts, [], rows)
+    sample_shape = runner.sample_shapes.fit(1 + num_drafts, [1 + num_drafts] * rows, Branch())
+    started = 0.0
+    for step in range(1 + _TIMED_STEPS):
+        if step == 1:  # the first run may be slower
+            runner.backend.memory.synchronize()
+            started = time.perf_counter()
+        _forward(runner, shape)
+        batch = make_sample_batch(runner.requests, sample_shape, [])
+        pass_drafts = runner.drafting.choose_pass_drafts(num_drafts)
+        runner.sample(batch, runner.sampling.make_pass(batch, Branch(), {}, *pass_drafts))
+        runner.drafting.propose_for_padding(rows, num_drafts)
+        runner.backend.graphs.step_done()
+    runner.backend.memory.synchronize()
+    return (time.perf_counter() - started) / _TIMED_STEPS
 
 
 def _sampling_pass(runner: ModelRunner, shape: SampleShape, branch: Branch, num_drafts: int) -> Job:

@@ -8,21 +8,21 @@ that will verify them. Therefore every acceptance rule stays exact.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-_FORGET = 0.93
+_FORGET = 0.95
 """The factor by which an observation of a request reduces the weight of those before it."""
-_FORGET_IDLE = 0.995
+_FORGET_IDLE = 0.98
 """The same for a step without drafts: the estimate slowly returns to that of a new request, which is tried again."""
 _FORGET_ALL = 0.998
 """The same for the acceptance rates of all requests."""
-_PRIOR = 4.0
+_PRIOR = 6.0
 """The weight, in drafts, of all requests' acceptance rate in the estimate for one request."""
 _LOWEST_RATE = 0.05
 """A lower bound of the acceptance rate of all requests, so that drafts of a new request always have a chance."""
@@ -64,17 +64,19 @@ class Acceptance:
             self._positions[position].add(position < num_accepted, rate, _FORGET_ALL)
         self._all.add(num_accepted, num_tried, _FORGET_ALL)
 
-    def observe_idle(self, req_id: str) -> None:
-        """Record a step of a request without drafts."""
-        if (count := self._by_id.get(req_id)) is not None:
-            count.add(0, 0, _FORGET_IDLE)
+    def observe_idle(self, req_ids: Collection[str]) -> None:
+        """Record a step without drafts."""
+        for req_id in req_ids:
+            if (count := self._by_id.get(req_id)) is not None:
+                count.add(0, 0, _FORGET_IDLE)
+        self._all.add(0, 0, _FORGET_ALL)
 
     def forget(self, req_ids: Collection[str]) -> None:
         for req_id in req_ids:
             self._by_id.pop(req_id, None)
 
     def _average(self) -> float:
-        return max(self._all.rate(0.5), _LOWEST_RATE)
+        return max(self._all.rate(1.0), _LOWEST_RATE)  # until drafts are rejected, they are worth a try
 
     def expect_tokens(self, max_drafts_by_id: dict[str, int]) -> np.ndarray:
         """Return the expected number of tokens of a step that verifies 0, 1, ..., k drafts per row.
@@ -95,52 +97,42 @@ class Acceptance:
 _SMOOTHING = 1 / 8
 """The weight of a step's time in the mean of its choice."""
 _LARGEST_CHANGE = 2.0
-"""The factor by which one step's time may differ from the mean: a longer step is a pause."""
-_TRIAL = 4
-"""The number of measured steps after which a trial ends."""
-_LONGEST_TRIAL = 32
-"""The number of steps after which a trial ends without a result: something else kept its choice from running."""
-_TRIALS_COST = 0.01
-"""The share of time that trials may cost."""
-_SHORTEST_WAIT = 64
-"""The minimum number of steps between two trials."""
-_PROMISING = 0.8
-"""The expected speed, as a share of the chosen one's, from which a number of drafts is tried at once in a new size."""
+"""The factor by which one step's time may exceed the mean: a longer step is a pause."""
+_DOUBT = 1 / 1024
+"""The weight with which a step moves the times of all other choices back to those of warm-up, so that a choice that
+was measured at a bad time runs again."""
 _WORTH_A_CHANGE = 1.02
 """The speedup for which the choice changes."""
+_UNKNOWN = 1e-6
+"""Seconds of a step that warm-up did not measure: short, so that each choice runs and is measured."""
 
 
 @dataclass(slots=True)
 class _Size:
-    """The state of one batch size."""
+    """The state of one batch size. J is the number of choices."""
 
-    chosen: int
-    """The number of drafts of the most recent choice."""
-    seconds: dict[int, float] = field(default_factory=dict)
-    """Maps a number of drafts to the mean time of a step."""
-    is_estimate: bool = False
-    """Whether `seconds` are those of another size, of which only the ratios count."""
-    speed: float = 0.0
-    """The expected tokens per second of the most recent choice, or 0 if its time is unknown."""
-    num_steps: int = 0
-    tried: dict[int, int] = field(default_factory=dict)
-    """Maps a number of drafts to the step at which its last trial ended."""
-    wait: float = 0.0
-    """Steps until the next trial."""
-    trial: int | None = None
-    """The number of drafts that is on trial."""
-    trial_steps: int = 0
-    samples: dict[int, list[float]] = field(default_factory=dict)
-    """Times of measured steps of unfinished trials, by number of drafts."""
-    lost: float = 0.0
-    """Seconds that the current trial has cost."""
+    warmed_J: np.ndarray
+    """Seconds of a step in warm-up."""
+    seconds_J: np.ndarray
+    """Estimated seconds of a step now."""
+    chosen: int = -1
+    """The index of the most recent choice."""
+    measured: int = -1
+    """The index of the choice that was measured last."""
+    num_measured: int = 0
+    """The number of steps that measured it in a row."""
+    first: float = 0.0
+    """Seconds of the first of them."""
+    is_new: bool = True
+    """Whether no step corrected the times of warm-up yet."""
 
 
 class StepTimes:
     """Times of steps by batch size and number of drafts, and the choice of the number of drafts.
 
-    Steps of the chosen number are always measured, others in short trials. A change of the chosen number's time is
-    taken as a change of all, since contexts and load have changed.
+    Warm-up measures all of them without waiting for the host and on short contexts, so its times are rather too short
+    than too long. A choice that looks too fast is corrected as soon as it runs, and then another one may run. Later
+    changes of its time are taken as changes of all choices, since contexts and load have changed.
     """
 
     def __init__(self, sizes: Sequence[int], choices: Sequence[int]) -> None:
@@ -148,101 +140,65 @@ class StepTimes:
 
         Args:
             sizes: Batch sizes that steps are padded to.
-            choices: Numbers of drafts that have decode shapes of their own, in ascending order.
+            choices: Numbers of drafts that have decode shapes of their own, in ascending order from 0 on.
         """
         self._buckets = sizes
         self._choices = choices
         self._sizes: dict[int, _Size] = {}
+        self._warmed: Mapping[int, Sequence[float]] = {}
 
-    def choose(self, num_rows: int, tokens_J: np.ndarray, *, limit: int | None = None, may_try: bool = True) -> int:
+    def start_from(self, warmed: Mapping[int, Sequence[float]]) -> None:
+        """Start from the times of warm-up, which come with the first step's output and again with each later one.
+
+        Args:
+            warmed: Maps a batch size to the seconds of a step for each choice.
+        """
+        if warmed and not self._warmed:
+            self._warmed, self._sizes = warmed, {}
+
+    def choose(self, num_rows: int, tokens_J: np.ndarray, *, limit: int | None = None) -> int:
         """Return the number of drafts with the most expected tokens per second.
 
         Args:
             num_rows: Number of rows of the step.
             tokens_J: Expected number of tokens of the step for 0, 1, ... drafts per row.
             limit: The largest number that may be chosen. Default: the last of the choices.
-            may_try: Whether the step may be part of a trial.
         """
         size = self._at(num_rows)
         choices = [num for num in self._choices if limit is None or num <= limit]
-        speeds = {num: tokens_J[num] / size.seconds[num] for num in choices if num in size.seconds}
-        size.chosen = min(size.chosen, choices[-1])
-        if speeds:
-            best = max(speeds, key=speeds.__getitem__)
-            if size.chosen not in speeds or speeds[best] > _WORTH_A_CHANGE * speeds[size.chosen]:
-                if not size.chosen or not best:
-                    _log_change(self.fit(num_rows), best, speeds)
-                size.chosen = best
-            size.speed = speeds[size.chosen]
-        if not may_try:
-            return size.chosen
-        if size.trial is None and not size.is_estimate:
-            size.trial = self._choose_trial(size, choices, speeds)
-        return size.trial if size.trial in choices else size.chosen
+        speeds = tokens_J[choices] / size.seconds_J[: len(choices)]
+        best = int(speeds.argmax())
+        if not 0 <= size.chosen < len(choices) or speeds[best] > _WORTH_A_CHANGE * speeds[size.chosen]:
+            if best == 0 or size.chosen <= 0:
+                _log_change(self.fit(num_rows), best, dict(zip(choices, speeds.tolist(), strict=True)))
+            size.chosen = best
+        return choices[size.chosen]
 
-    def _choose_trial(self, size: _Size, choices: list[int], speeds: dict[int, float]) -> int | None:
-        """Return the number of drafts to try now, or None."""
-        unknown = [num for num in choices if num not in speeds and (size.wait <= 0 or num not in size.tried)]
-        if unknown:
-            # After a trial without a result the next one is of another number.
-            return min(reversed(unknown), key=lambda num: size.tried.get(num, 0))
-        if not speeds:
-            return None
-        others = {num: speed / speeds[size.chosen] for num, speed in speeds.items() if num != size.chosen}
-        # A number that was never measured at this size and may well be the fastest is tried without waiting.
-        if promising := [num for num, ratio in others.items() if ratio > _PROMISING and num not in size.tried]:
-            return max(promising, key=others.__getitem__)
-
-        def urgency(num: int) -> float:
-            # Slow choices are tried less often: they cost more, and are less likely to become the fastest.
-            return (size.num_steps - size.tried.get(num, 0)) * others[num] ** 4
-
-        return max(others, key=urgency, default=None) if size.wait <= 0 else None
-
-    def observe(self, num_rows: int, num_drafts: int, seconds: float, num_tokens: int, *, steady: bool) -> None:
-        """Record a finished decode step.
+    def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """Record a decode step. The steps before and after it had the same size and number of drafts.
 
         Args:
             num_rows: Number of rows of the step.
             num_drafts: The number of drafts per row that were chosen for the step to verify.
             seconds: The time since the step before it ended.
-            num_tokens: The number of tokens that the step returned.
-            steady: Whether the step before it had the same size and number of drafts, and as many drafts follow it.
         """
-        size = self._at(num_rows)
-        size.num_steps += 1
-        if size.trial is not None:
-            self._observe_trial(size, num_drafts, seconds, num_tokens, steady=steady)
-            return
-        size.wait -= 1
-        if not steady or num_drafts not in size.seconds:
-            return
-        change = seconds / size.seconds[num_drafts]
-        if not size.is_estimate:
-            change = 1 + _SMOOTHING * (min(max(change, 1 / _LARGEST_CHANGE), _LARGEST_CHANGE) - 1)
-        size.is_estimate = False
-        size.seconds = {num: mean * change for num, mean in size.seconds.items()}
-
-    def _observe_trial(self, size: _Size, num_drafts: int, seconds: float, num_tokens: int, *, steady: bool) -> None:
-        assert size.trial is not None
-        size.trial_steps += 1
-        usual = size.seconds.get(size.chosen, seconds)
-        if size.speed:
-            size.lost += min(seconds, 4 * usual) - num_tokens / size.speed
-        samples = size.samples.setdefault(size.trial, [])
-        if steady and num_drafts == size.trial:
-            samples.append(seconds)
-        if len(samples) >= _TRIAL:
-            fastest = sorted(samples)[:-1]  # something may have disturbed the slowest
-            size.seconds[size.trial] = sum(fastest) / len(fastest)
-            size.wait = max(_SHORTEST_WAIT, size.lost / usual / _TRIALS_COST)
-            samples.clear()
-        elif size.trial_steps >= _LONGEST_TRIAL:
-            size.wait = _SHORTEST_WAIT
+        size, index = self._at(num_rows), self._choices.index(num_drafts)
+        expected = size.seconds_J[index]
+        size.num_measured = size.num_measured + 1 if index == size.measured else 1
+        size.measured = index
+        if size.num_measured == 1:
+            size.first = seconds
+        elif size.num_measured == 2:  # these two say something of this choice alone, and either may have been a pause
+            seconds = min(size.first, seconds)
+            if size.is_new:
+                size.warmed_J *= min(seconds / expected, 1)  # something may have slowed down warm-up
+                size.seconds_J, size.is_new = size.warmed_J.copy(), False
+            size.seconds_J[index] = seconds
         else:
-            return
-        size.tried[size.trial] = size.num_steps
-        size.trial, size.trial_steps, size.lost = None, 0, 0.0
+            size.seconds_J += _SMOOTHING * (min(seconds, _LARGEST_CHANGE * expected) - expected)
+        doubt_J = _DOUBT * (size.warmed_J - size.seconds_J)
+        doubt_J[index] = 0
+        size.seconds_J = np.maximum(size.seconds_J + doubt_J, size.seconds_J[index] / 100)
 
     def fit(self, num_rows: int) -> int:
         """Return the batch size that a step of `num_rows` rows is padded to."""
@@ -251,16 +207,9 @@ class StepTimes:
     def _at(self, num_rows: int) -> _Size:
         bucket = self.fit(num_rows)
         if bucket not in self._sizes:
-            self._sizes[bucket] = self._start_like_nearest(bucket)
+            warmed_J = np.array(self._warmed.get(bucket, [_UNKNOWN] * len(self._choices)))
+            self._sizes[bucket] = _Size(warmed_J, warmed_J.copy())
         return self._sizes[bucket]
-
-    def _start_like_nearest(self, bucket: int) -> _Size:
-        """Return the state of a new size, which starts with the times of the nearest measured one."""
-        measured = [other for other, size in self._sizes.items() if len(size.seconds) > 1 and not size.is_estimate]
-        if not measured:
-            return _Size(self._choices[-1])  # the first size has its trials at once
-        nearest = self._sizes[min(measured, key=lambda other: max(other, bucket) / min(other, bucket))]
-        return _Size(nearest.chosen, dict(nearest.seconds), is_estimate=True, wait=_SHORTEST_WAIT)
 
 
 def _log_change(num_rows: int, num_drafts: int, speeds: dict[int, float]) -> None:

@@ -210,19 +210,18 @@ class _Speculating(Scheduler):
         sampling = self._sampling_requests(scheduled)
         if not (sampling and scheduled.num_spec_tokens_to_schedule):
             return
-        only_decodes = _has_only_decodes(scheduled)
         max_drafts = {
             req_id: get_requested_drafts(self.requests[req_id].sampling_params, self.num_spec_tokens)
             for req_id in sampling
         }
         num_tokens = acceptance.expect_tokens(max_drafts)
-        self._num_chosen = step_times.choose(
-            len(sampling), num_tokens, limit=scheduled.num_spec_tokens_to_schedule, may_try=only_decodes
-        )
+        self._num_chosen = step_times.choose(len(sampling), num_tokens, limit=scheduled.num_spec_tokens_to_schedule)
         self._limit_drafts(scheduled, self._num_chosen, NoDraftReason.GOODPUT)
         if not self._num_chosen:
             self.step_metrics.count(metrics.SKIPPED_STEPS)
-        scheduled.adaptive_step = AdaptiveStep(step_times.fit(len(sampling)), before, self._num_chosen, only_decodes)
+        scheduled.adaptive_step = AdaptiveStep(
+            step_times.fit(len(sampling)), before, self._num_chosen, _has_only_decodes(scheduled)
+        )
 
     def _sampling_requests(self, scheduled: SchedulerOutput) -> list[str]:
         """Return the requests that sample in this step. Only they can use drafts."""
@@ -241,9 +240,7 @@ class _Speculating(Scheduler):
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         assert isinstance(scheduler_output, SpecSchedulerOutput)
-        steady = self._step_times is not None and self._measure(
-            self._step_times, scheduler_output.adaptive_step, model_runner_output
-        )
+        steady = self._step_times is not None and self._measure(self._step_times, scheduler_output.adaptive_step)
         if self._draft_counts is not None:
             self._draft_counts.forget(scheduler_output.finished_req_ids)
         if isinstance(model_runner_output, CountedOutput) and model_runner_output.worked is not None:
@@ -283,24 +280,28 @@ class _Speculating(Scheduler):
         self.step_metrics.count_total(metrics.PREFILL_TOKENS, worked.num_prefill_tokens, metrics.REAL)
         self.step_metrics.count_total(metrics.PREFILL_TOKENS, worked.num_prefill_padding, metrics.PADDING)
         self.step_metrics.count_total(metrics.COMPILED, worked.compiled)
+        if self._step_times is not None:
+            self._step_times.start_from(worked.step_times)
         for vocabulary, share in worked.coverage.items():
             self.step_metrics.set(metrics.COVERAGE, share, vocabulary)
 
-    def _measure(self, step_times: StepTimes, done: AdaptiveStep | None, output: ModelRunnerOutput) -> bool:
+    def _measure(self, step_times: StepTimes, done: AdaptiveStep | None) -> bool:
         """Measure the time since the previous step, and return whether both steps had the same shape."""
         now = time.perf_counter()
         (before, last), self._last = self._last, (now, done)
         if done is None or last is None or not (done.only_decodes and last.only_decodes):
             return False  # steps with prompts are not comparable, nor is the next: the engine may have waited
         steady = done == last and done.num_verified == done.num_drafts
-        num_tokens = sum(map(len, output.sampled_token_ids))
-        step_times.observe(done.batch_size, done.num_verified, now - before, num_tokens, steady=steady)
+        if steady:
+            step_times.observe(done.batch_size, done.num_verified, now - before)
         return steady
 
     def _observe_acceptance(
         self, acceptance: Acceptance, num_chosen: int, output: SpeculativeOutput, *, steady: bool
     ) -> None:
         """Count accepted drafts. `num_chosen` drafts per row were chosen for the step to verify."""
+        if not num_chosen:
+            acceptance.observe_idle(output.num_real_drafts)
         for req_id, num_drafts in output.num_real_drafts.items():
             tokens = output.sampled_token_ids[output.req_id_to_index[req_id]]
             # A request may have finished while this step was in flight.
@@ -310,8 +311,6 @@ class _Speculating(Scheduler):
                 # After a pause a drafter may need some steps before it drafts. Later it proposes nothing, which yields
                 # as little as a rejected draft.
                 acceptance.observe(req_id, num_drafts, len(tokens) - 1)
-            elif not num_chosen:
-                acceptance.observe_idle(req_id)
 
     # --- idle steps ---
 

@@ -1,6 +1,7 @@
 """Warm-up jobs make the signatures that they list, and `warmup_tokens` leaves out some of them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend
 from tests.support.small_engine import HEADS, PARALLEL, RETOKENIZE, STANDARD, SmallEngine, Variant, greedy_text
 from tests.support.warm_up import listed, run_jobs
 from vllm_gaudi_spec.graphs import Job
+from vllm_gaudi_spec.records import Shape
+from vllm_gaudi_spec.runner import warmup
 from vllm_gaudi_spec.runner.warmup import jobs, manifest, should_run
 
 METHODS = (None, "ngram", "ngram_gpu", "draft_model", PARALLEL, RETOKENIZE, STANDARD, *HEADS)
@@ -51,3 +54,46 @@ def test_warm_up_limit_lists_more_than_it_runs(method: str, tmp_path: Path) -> N
     assert all(job.num_tokens <= 4 and job.is_common for job in ran)
     assert {job.kind for job in ran} >= {"states", "decodes", "sampling passes"}
     assert set(listed(ran)) < set(listed(found)) == manifest(runner)
+
+
+@pytest.mark.parametrize("backend", [HostBackend, CapturingBackend])
+@pytest.mark.parametrize("method", METHODS[1:], ids=str)
+def test_warm_up_times_decodes_of_each_size_and_number_of_drafts(
+    method: str, backend: type[HostBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock counts target forwards, drafting rounds and reads of drafters."""
+    engine = SmallEngine(Variant(method, backend=backend, adaptive=True), tmp_path)
+    runner, recorder = engine.runner, engine.runner.recorder
+    seen: list[Any] = []
+    monkeypatch.setattr(recorder, "saw", seen.append)
+    monkeypatch.setattr(warmup.time, "perf_counter", lambda: float(len(seen)))
+    widths = runner.speculation.widths
+    with torch.inference_mode():
+        times = warmup._time_steps(runner, widths, -1)
+    assert [*times] == [*runner.shapes.decode_rows]
+    parts = next(iter(times.values()))
+    assert len(parts) == len(widths) + 1 > 2
+    assert times == dict.fromkeys(times, parts), "each size runs the same parts"
+    drafts_on_device = runner.speculation.needs_device
+    assert {later - parts[0] for later in parts[1:]} == {1.0 if drafts_on_device else 0.0}, "a round of drafts"
+    assert {shape.rows for shape in seen if isinstance(shape, Shape)} == set(times)
+    assert {shape.queries for shape in seen if isinstance(shape, Shape)} == {1, *(1 + width for width in widths)}
+    assert set(seen) <= recorder.manifest
+    monkeypatch.undo()
+    prompt = list(range(30, 56))
+    engine.add("first", prompt, SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))
+    engine.finish()
+    assert engine.texts["first"] == greedy_text(prompt, 30)
+
+
+def test_decodes_without_graphs_count_as_much_as_those_of_fewer_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = SmallEngine(Variant("draft_model", adaptive=True), tmp_path).runner
+    monkeypatch.setattr(warmup, "_time_step", lambda runner, rows, num_drafts: rows * (1 + num_drafts))
+    sizes, widths = runner.shapes.decode_rows, runner.speculation.widths
+    limit = 6
+    for rows, row in warmup._time_steps(runner, widths, limit).items():
+        for num_drafts, seconds in zip((0, *widths), row, strict=True):
+            timed = [size * (1 + num_drafts) for size in sizes if size <= rows]
+            assert seconds == max([timed[0], *(size for size in timed if size <= limit)])

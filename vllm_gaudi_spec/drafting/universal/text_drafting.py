@@ -368,6 +368,10 @@ class TextDrafting(Drafting):
     def _read_signature(self, num_rows: int, width: int, context: int) -> Hashable:
         return ("read", num_rows, width, context)
 
+    def propose_for_padding(self, num_rows: int, num_drafts: int) -> None:
+        if num_drafts:
+            self._draft([], [], num_rows, self._widths[0], self._shapes.contexts[0], Branch())
+
     def jobs(self) -> Iterator[Job]:
         """Yield reads and drafting rounds. In service nothing is read before a step has sampled."""
         shapes, branches = self._shapes, sorted(self._choice.list_branches())
