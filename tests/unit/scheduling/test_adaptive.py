@@ -216,3 +216,12 @@ def test_acceptance_changes_the_choice(kind: Kind, accepted: int, chosen: int, t
         for name in "ab":
             scheduler._acceptance.observe(name, NUM_DRAFTS, accepted)
     assert scheduler.schedule().num_spec_tokens_to_schedule == chosen
+
+
+def test_pause_is_not_a_long_step() -> None:
+    """Long steps make more drafts worthwhile."""
+    times, tokens_J = StepTimes([1], [0, 1]), np.array([1.0, 1.5])
+    times.start_from({1: [1.0, 2.0]})
+    for seconds in (1.0, 1.0, 100.0):
+        times.observe(1, 0, seconds)
+    assert times.choose(1, tokens_J) == 0
