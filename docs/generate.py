@@ -568,9 +568,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu_adaptive": lambda: pick(
         [
             {**row, "ratio": "{:.2f} [{:.2f}, {:.2f}]".format(*row["adaptive / best"])}
-            for place in (0, 2, 1)
-            for row in rows_of("adaptive_h200", place)
-            if place or row["drafter"] != "EAGLE, acceptance rate 0.8"  # measured again
+            for row in rows_of("adaptive_h200")
         ],
         {
             "drafter": "drafter",
