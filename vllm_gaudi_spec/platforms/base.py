@@ -83,7 +83,6 @@ class SpecPlatform(Platform):
             upstream.end_errors_with_their_message()
             upstream.mend_adapter_loading()
             upstream.answer_bad_media()
-            upstream.answer_contradictions()
             upstream.fail_with_the_engine()
         refuse_unknown_device()
 

@@ -66,12 +66,13 @@ def warm_up(runner: ModelRunner) -> None:
     asked = runner.options.warmup_tokens
     max_tokens = backend.traits.warmup_tokens if asked is None else asked
     memory = WarmUpMemory(backend.memory, runner.vllm_config, runner.kv_cache.num_bytes)
-    recorder.expect(manifest(runner))
+    found = [*jobs(runner)]
+    recorder.expect(signature for job in found for signature in job.signatures)
     if environment.skip_warmup():
         logger.warning("Warm-up skipped (VGS_SKIP_WARMUP, or VLLM_SKIP_WARMUP): first steps of each shape may be slow.")
         _finish_warm_up(runner)
         return
-    chosen = [job for job in jobs(runner) if should_run(job, max_tokens)]
+    chosen = [job for job in found if should_run(job, max_tokens)]
     kinds = Counter(job.kind for job in chosen)
     logger.info("Warm-up: %s.", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
     shapes = runner.shapes

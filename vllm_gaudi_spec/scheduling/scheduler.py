@@ -37,7 +37,6 @@ from vllm_gaudi_spec.upstream.scheduler import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
-    from vllm.sampling_params import SamplingParams
     from vllm.v1.outputs import ModelRunnerOutput
 
     from vllm_gaudi_spec.records import DraftRound, WorkerCounts
@@ -340,9 +339,6 @@ class _Speculating(Scheduler):
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         if self._audits is not None:
             self._audits.on_ended(request)
-        if request.status == RequestStatus.FINISHED_ERROR and request.use_structured_output:
-            assert request.sampling_params is not None
-            request.stop_reason = _explain_contradiction(request.sampling_params, _end_tokens(self.vllm_config))
         return super()._free_request(request, delay_free_blocks)
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
@@ -423,28 +419,6 @@ def limit_to_whole_images(features: list[MultiModalFeatureSpec], num_computed: i
             if num_computed <= last and first < end <= last:
                 return max(0, first - num_computed)
     return num_new
-
-
-def _explain_contradiction(params: SamplingParams, end_token_ids: frozenset[int]) -> str | None:
-    """Return why a request's structured output had no next token, or None if it has no other constraints.
-
-    Args:
-        end_token_ids: The model's end tokens, which vLLM adds to the request's stop tokens.
-    """
-    constraints = {
-        "allowed_token_ids": params.allowed_token_ids,
-        "bad_words": params.bad_words,
-        "stop_token_ids": set(params.stop_token_ids or ()) - end_token_ids,
-    }
-    if others := [name for name, constraint in constraints.items() if constraint]:
-        return f"No token satisfies structured_outputs together with {' and '.join(others)}; leave one of them out."
-    return None
-
-
-def _end_tokens(vllm_config: VllmConfig) -> frozenset[int]:
-    """Return the end tokens of the model's generation configuration."""
-    found = vllm_config.model_config.try_get_generation_config().get("eos_token_id")
-    return frozenset([found] if isinstance(found, int) else found or ())
 
 
 def _keeps_all_tokens(spec: KVCacheSpec) -> bool:

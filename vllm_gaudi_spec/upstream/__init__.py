@@ -44,7 +44,6 @@ from vllm_gaudi_spec.upstream.metrics import carry_metrics, list_metrics_of_ours
 from vllm_gaudi_spec.upstream.ranks import ray_workers, tensor_parallel_group
 from vllm_gaudi_spec.upstream.server import (
     answer_bad_media,
-    answer_contradictions,
     end_engines_with_their_server,
     end_engines_with_their_threads,
     fail_with_the_engine,

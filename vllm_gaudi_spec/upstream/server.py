@@ -247,26 +247,6 @@ def answer_bad_media(original: Callable[..., Any], *args: Any, **named: Any) -> 
     return loaded
 
 
-@patches("vllm.v1.engine.output_processor:RequestOutputCollector.put")
-def answer_contradictions(original: Callable[..., None], collector: Any, output: Any) -> None:
-    """Answer status 400, with the reason, if no token satisfies all constraints of a request.
-
-    Reason: upstream finds out only after sampling that a grammar and, for example, allowed_token_ids exclude each
-    other. It ends the request with an error that has no reason, and answers 500.
-    Remove when: upstream answers 400 if a request's structured output allows none of the tokens that its other
-    constraints allow.
-    """
-    from vllm.exceptions import VLLMValidationError
-
-    # In a stream, the siblings of a sequence that ends with an error go on, and nothing would abort them.
-    for one in getattr(output, "outputs", ()) if getattr(output, "finished", False) else ():
-        # Otherwise a stop reason is a token or string that ended the request without an error.
-        if getattr(one, "finish_reason", None) == "error" and isinstance(one.stop_reason, str):
-            output = VLLMValidationError(one.stop_reason)
-            break
-    original(collector, output)
-
-
 # Paths of probes and scrapers. A longer path, or one with another slash, is guarded.
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 
@@ -295,7 +275,5 @@ def _is_open(scope: Any) -> bool:
 
 
 def _is_preflight(scope: Any, headers: Any) -> bool:
-    """Return whether the CORS middleware answers the request by itself: a browser sends no key with a preflight
-    request.
-    """
+    """Return whether this is a preflight request of a browser, which the CORS middleware answers and has no key."""
     return scope.get("method") == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers

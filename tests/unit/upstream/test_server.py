@@ -26,8 +26,7 @@ from vllm.entrypoints.serve.middleware import authenticate
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.exceptions import LoRAAdapterNotFoundError, VLLMValidationError
 from vllm.multimodal.media import AudioMediaIO, ImageMediaIO, VideoMediaIO
-from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tasks import SupportedTask
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.counter import AtomicCounter
@@ -36,7 +35,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.engine.utils import CoreEngineProcManager
 
 from tests.support.releases import make_arg_parser, only_0_32
@@ -299,28 +297,6 @@ def test_bad_sounds_are_bad_requests(monkeypatch: pytest.MonkeyPatch) -> None:
             AudioMediaIO().load_bytes(np.array([1.0, bad], np.float32).tobytes())
     sound, _ = AudioMediaIO().load_bytes(np.array([1.0, 2.0], np.float32).tobytes())
     assert sound.tolist() == [1.0, 2.0]
-
-
-def test_a_contradiction_is_a_bad_request(unpatch: Callable[[Any, str], None]) -> None:
-    """Fails when upstream's collector turns an error of the engine into an exception by itself; then
-    `answer_contradictions` may be able to go."""
-
-    def ended(finish_reason: str, stop_reason: str | None) -> RequestOutput:
-        one = CompletionOutput(0, "", [], None, None, finish_reason=finish_reason, stop_reason=stop_reason)
-        return RequestOutput("0", None, [5], None, [one], finished=True)
-
-    def put(output: RequestOutput) -> Any:
-        collector = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "0")
-        collector.put(output)
-        return collector.output
-
-    refused = ended("error", "No token satisfies both.")
-    unpatch(RequestOutputCollector, "put")
-    assert put(refused) is refused
-    upstream.answer_contradictions()
-    assert isinstance(put(refused), VLLMValidationError)
-    for other in (ended("error", None), ended("stop", "a stop string")):
-        assert put(other) is other
 
 
 KEY = {"Authorization": "Bearer secret"}
