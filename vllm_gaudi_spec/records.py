@@ -321,10 +321,6 @@ class Verification(NamedTuple):
     num_drafts_B: torch.Tensor | None = None
     """int32: number of verified drafts of each row, `FAULTY` or `UNVERIFIED`; None without speculation."""
 
-    @property
-    def has_scores(self) -> bool:
-        return self.logprobs is not None or self.scores is not None
-
 
 @dataclass(slots=True)
 class StepResult:

@@ -91,7 +91,7 @@ class Reports:
 
     def send(self, step: StepResult) -> Report:
         """Start the copy. The step's tensors may be overwritten once this has returned."""
-        if step.packed is not None and step.verification is not None and not step.verification.has_scores:
+        if step.packed is not None and not _has_scores(step.verification):
             return Report(step, self._downloads.start(step.packed))
         parts = _list_tensors(step)
         if step.verification is not None:
@@ -108,6 +108,10 @@ def _list_tensors(step: StepResult) -> list[torch.Tensor]:
 
     _move_tensors(step, collect)
     return parts
+
+
+def _has_scores(verification: Verification | None) -> bool:
+    return verification is not None and (verification.logprobs is not None or verification.scores is not None)
 
 
 def pack_report(verification: Verification, drafts: Drafts | None) -> torch.Tensor:
@@ -216,7 +220,7 @@ def _list_sampled_tokens(step: StepResult) -> list[list[int]]:
 def _join_logprobs(step: StepResult, sampled: list[list[int]]) -> LogprobsLists | None:
     """Return one table for all tokens of the step. Requests that ask for fewer scores leave columns or rows empty."""
     verified = step.verification
-    if verified is None or not verified.has_scores:
+    if verified is None or not _has_scores(verified):
         return None
     num_queries = verified.tokens_BQ.shape[1]
     parts: list[LogprobsLists | None] = []
