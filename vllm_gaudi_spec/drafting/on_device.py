@@ -78,8 +78,9 @@ class DeviceDrafting(Drafting):
         self._kv_sync = kv_sync
         self.reports_drafts = kv_sync.has_kv
         if not kv_sync.has_kv:
-            # Without a model, drafts cost less than the graphs of passes that make none.
-            self.pass_drafts = (self._num_drafts,) if context.drafter is None else (0, self._num_drafts)
+            # Without a model, and if k is fixed, drafts cost less than the graphs of passes that make none.
+            always = context.drafter is None and len(speculation.widths) == 1
+            self.pass_drafts = (self._num_drafts,) if always else (0, self._num_drafts)
         self._draft_rows = requests.backend.graphs.graph(self._draft_on_device)
 
     def apply(self, requests: Requests) -> None:
@@ -136,7 +137,8 @@ class DeviceDrafting(Drafting):
     def propose(self, sampled: SampledRows, branch: Branch, max_drafts: int) -> bool:
         if self.pass_error is not None:
             error, self.pass_error = self.pass_error, None
-            self._guard.handle_error(error, sampled.requests)
+            if not self._disabled:
+                self._guard.handle_error(error, sampled.requests)
         if self._disabled or not self._kv_sync.has_kv:
             return False
         requests = sampled.requests
@@ -234,7 +236,8 @@ class DeviceDrafting(Drafting):
             yield Job(DRAFTS, run, (signature,), num_rows, branch == Branch())
 
     def propose_for_padding(self, num_rows: int, num_drafts: int) -> None:
-        if not self._kv_sync.has_kv:  # then the sampling pass drafts
+        # Without KV the sampling pass drafts.
+        if not self._kv_sync.has_kv or not (num_drafts or self._kv_sync.reads_every_step):
             return
         context = self._shapes.decode(1, [], num_rows).context
         batch = self._requests.make_draft_batch([], [], num_rows=num_rows, context=context)

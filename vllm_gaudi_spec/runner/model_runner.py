@@ -199,7 +199,7 @@ class ModelRunner(RunnerParts):
         return StepResult(batch.requests, verification, rows_B, packed, signature=signature, drafts=drafts)
 
     def send_and_propose(self, step: StepResult, sampled: SampledRows, branch: Branch, max_drafts: int) -> Report:
-        """Send the tokens to the host before drafts are computed, so that no token waits for the drafter.
+        """Send the tokens to the host before a model drafts, so that no token waits for it.
 
         Where the host needs the drafts too, send both in one copy after drafting: a step has one device-to-host sync.
         """

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_TIMED_STEPS = 4
-"""The number of decodes whose mean time is taken."""
+_TIMED_STEPS, _TIMED_ROUNDS = 3, 3
+"""The number of decodes whose mean time is taken, and of such means of which the least counts."""
 
 
 def jobs(runner: ModelRunner) -> Iterator[Job]:
@@ -146,14 +146,17 @@ def _forward(runner: ModelRunner, shape: Shape) -> None:
 def _time_steps(runner: ModelRunner, widths: tuple[int, ...], max_tokens: int) -> dict[int, list[float]]:
     """Return the seconds of a decode of padding, by rows, for each number of drafts per row.
 
-    A decode of more than `max_tokens` tokens has no graph yet, so it gets the time of one with fewer rows.
+    A decode of more than `max_tokens` tokens has no graph yet, so it gets the time of one with fewer rows. Numbers of
+    drafts take turns, so that a pause of the machine does not make one of them look slow.
     """
     times: dict[int, list[float]] = {}
     seconds: dict[int, float] = {}
     for rows in runner.shapes.decode_rows:
-        for num_drafts in (0, *widths):
-            if num_drafts not in seconds or max_tokens < 0 or rows * (1 + num_drafts) <= max_tokens:
-                seconds[num_drafts] = _time_step(runner, rows, num_drafts)
+        numbers = [
+            num for num in (0, *widths) if num not in seconds or max_tokens < 0 or rows * (1 + num) <= max_tokens
+        ]
+        turns = [[_time_step(runner, rows, num) for num in numbers] for _ in range(_TIMED_ROUNDS)]
+        seconds |= zip(numbers, map(min, zip(*turns, strict=True)), strict=True)
         times[rows] = [*seconds.values()]
         logger.debug("Decodes of %d rows took these seconds, by drafts per row: %s.", rows, seconds)
     return times

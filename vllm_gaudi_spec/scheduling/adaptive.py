@@ -12,9 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from vllm.logger import init_logger
-
-logger = init_logger(__name__)
 
 _FORGET = 0.95
 """The factor by which an observation of a request reduces the weight of those before it."""
@@ -98,9 +95,9 @@ _SMOOTHING = 1 / 8
 """The weight of a step's time in the mean of its choice."""
 _LARGEST_CHANGE = 2.0
 """The factor by which one step's time may exceed the mean: a longer step is a pause."""
-_DOUBT = 1 / 1024
-"""The weight with which a step moves the times of all other choices back to those of warm-up, so that a choice that
-was measured at a bad time runs again."""
+_DOUBT = 1 / 4096
+"""The share by which a step shortens the times of all other choices, so that each of them runs again after a while: its
+time may have been measured while something else kept the machine busy."""
 _WORTH_A_CHANGE = 1.02
 """The speedup for which the choice changes."""
 _UNKNOWN = 1e-6
@@ -111,10 +108,8 @@ _UNKNOWN = 1e-6
 class _Size:
     """The state of one batch size. J is the number of choices."""
 
-    warmed_J: np.ndarray
-    """Seconds of a step in warm-up."""
     seconds_J: np.ndarray
-    """Estimated seconds of a step now."""
+    """Estimated seconds of a step; at first those of warm-up."""
     chosen: int = -1
     """The index of the most recent choice."""
     measured: int = -1
@@ -130,9 +125,9 @@ class _Size:
 class StepTimes:
     """Times of steps by batch size and number of drafts, and the choice of the number of drafts.
 
-    Warm-up measures all of them without waiting for the host and on short contexts, so its times are rather too short
-    than too long. A choice that looks too fast is corrected as soon as it runs, and then another one may run. Later
-    changes of its time are taken as changes of all choices, since contexts and load have changed.
+    Warm-up measures all of them without waiting for the host and on short contexts, so most of its times are too short.
+    A choice that looks too fast is corrected as soon as it runs, and the others look faster with every step in which
+    they do not run. Later changes of a choice's time are taken as changes of all, since contexts and load have changed.
     """
 
     def __init__(self, sizes: Sequence[int], choices: Sequence[int]) -> None:
@@ -169,8 +164,6 @@ class StepTimes:
         speeds = tokens_J[choices] / size.seconds_J[: len(choices)]
         best = int(speeds.argmax())
         if not 0 <= size.chosen < len(choices) or speeds[best] > _WORTH_A_CHANGE * speeds[size.chosen]:
-            if best == 0 or size.chosen <= 0:
-                _log_change(self.fit(num_rows), best, dict(zip(choices, speeds.tolist(), strict=True)))
             size.chosen = best
         return choices[size.chosen]
 
@@ -191,14 +184,13 @@ class StepTimes:
         elif size.num_measured == 2:  # these two say something of this choice alone, and either may have been a pause
             seconds = min(size.first, seconds)
             if size.is_new:
-                size.warmed_J *= min(seconds / expected, 1)  # something may have slowed down warm-up
-                size.seconds_J, size.is_new = size.warmed_J.copy(), False
+                size.seconds_J, size.is_new = size.seconds_J * min(seconds / expected, 1), False
             size.seconds_J[index] = seconds
         else:
             size.seconds_J += _SMOOTHING * (min(seconds, _LARGEST_CHANGE * expected) - expected)
-        doubt_J = _DOUBT * (size.warmed_J - size.seconds_J)
-        doubt_J[index] = 0
-        size.seconds_J = np.maximum(size.seconds_J + doubt_J, size.seconds_J[index] / 100)
+        shortened_J = size.seconds_J * (1 - _DOUBT)
+        shortened_J[index] = size.seconds_J[index]
+        size.seconds_J = np.maximum(shortened_J, size.seconds_J[index] / 100)
 
     def fit(self, num_rows: int) -> int:
         """Return the batch size that a step of `num_rows` rows is padded to."""
@@ -207,15 +199,6 @@ class StepTimes:
     def _at(self, num_rows: int) -> _Size:
         bucket = self.fit(num_rows)
         if bucket not in self._sizes:
-            warmed_J = np.array(self._warmed.get(bucket, [_UNKNOWN] * len(self._choices)))
-            self._sizes[bucket] = _Size(warmed_J, warmed_J.copy())
+            warmed = self._warmed.get(bucket, [_UNKNOWN] * len(self._choices))
+            self._sizes[bucket] = _Size(np.array(warmed, dtype=float))
         return self._sizes[bucket]
-
-
-def _log_change(num_rows: int, num_drafts: int, speeds: dict[int, float]) -> None:
-    logger.info(
-        "Speculation is %s for batches of up to %d requests. Expected tokens/s by number of drafts: %s.",
-        "on" if num_drafts else "off",
-        num_rows,
-        ", ".join(f"{number}: {speed:.1f}" for number, speed in sorted(speeds.items())),
-    )

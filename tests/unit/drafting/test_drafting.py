@@ -236,3 +236,8 @@ def test_error_while_a_pass_drafts_is_reported_for_its_requests() -> None:
     assert not drafting.propose(batch, Branch(), K)
     assert drafting.take_rounds() == []
     assert waiting(requests, "a", 4) == [14, 15, 16]
+    drafting.update_drafter_state([], [], disabled=True)
+    proposer.propose = fail  # type: ignore[method-assign]
+    drafting.draft_in_pass(rows_B, limits_B, Branch(), K)
+    assert not drafting.propose(batch, Branch(), K)
+    assert drafting.take_rounds() == [], "a drafter that is off has no faults"

@@ -119,6 +119,15 @@ def test_steps_correct_the_times_of_warm_up(warmed: dict[int, float], rate: floa
     assert machine.run(3000, rates) > 0.97 * find_best(SMALL_MODEL, rates, 3000)
 
 
+@pytest.mark.parametrize(("number", "rate"), [(0, 0.1), (1, 0.3), (7, 0.95)])
+def test_number_that_looked_slow_in_warm_up_runs_again(number: int, rate: float) -> None:
+    costs, rates = MACHINES[0 if number else 2], constant(rate, 4)
+    machine = Machine(costs, costs | {number: 1.6 * costs[number]})
+    machine.run(3000, rates)
+    assert number in machine.choices[-100:]
+    assert machine.run(3000, rates) > 0.97 * find_best(costs, rates, 3000)
+
+
 @pytest.mark.parametrize(("costs", "gain"), [(LARGE_MODEL, 1.1), (SMALL_MODEL, 1.15)], ids=["large", "small"])
 def test_adaptive_is_faster_than_best_choice_if_requests_differ(costs: dict[int, float], gain: float) -> None:
     rates = alternating(0.1, 0.9)
@@ -147,7 +156,7 @@ def test_pause_does_not_change_the_choice(num_steps: int) -> None:
     machine.run(3, constant(0.9, 1))  # the third is measured
     machine.costs = LARGE_MODEL
     machine.run(200, constant(0.9, 1))
-    assert set(machine.choices[-100:]) == {7}
+    assert machine.choices[-100:].count(7) > 90, "others run again now and then"
 
 
 def test_times_of_warm_up_replace_those_measured_before_they_arrive() -> None:
