@@ -50,7 +50,7 @@ def check_alive(server: Server) -> None:
     "other", [dict(allowed_token_ids=[0]), dict(stop_token_ids=[*range(400)]), dict(bad_words=["a"])]
 )
 def test_request_that_no_token_satisfies_ends(other: dict[str, Any], server: Server) -> None:
-    """With an error that has no reason, as in vLLM."""
+    """The server answers as vLLM does, with an error that names no reason, and goes on."""
     response = server.client.post("/v1/completions", json=dict(model="tiny") | structured(choice=["a"]) | other)
     assert response.status_code == 500, response.text
     check_alive(server)

@@ -33,7 +33,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "chunked": dict(max_num_batched_tokens=64, enable_prefix_caching=False),
     "one by one": dict(async_scheduling=False),
 }
-# Those of DFlash2 and DSpark: test_published_drafters.py
+# test_published_drafters.py has quick cases of DFlash2 and DSpark.
 QUICK = [("dflash", "chunked"), ("dspark reduced vocabulary", "one by one")]
 ALL = [(name, schedule) for name in KINDS for schedule in SCHEDULES]
 

@@ -338,7 +338,8 @@ _SMALLEST_PASS = 16
 """Fewer positions of a sampling pass cost about as much, since reading the output layer's weights takes longer than
 the computation."""
 _MOST_LISTS, _MOST_RECTANGLES = 7, 5
-"""The most sizes of a branch, so that a configuration with one number of drafts has at most 40 graphs of passes."""
+"""The most sizes of a branch, so that a configuration with one number of drafts has at most 40 graphs of passes,
+or 80 if passes draft only in some steps."""
 
 
 class SampleShapes:

@@ -275,5 +275,5 @@ def _is_open(scope: Any) -> bool:
 
 
 def _is_preflight(scope: Any, headers: Any) -> bool:
-    """Return whether this is a preflight request of a browser, which the CORS middleware answers and has no key."""
+    """Return whether this is a browser's preflight request, which has no key and which the CORS middleware answers."""
     return scope.get("method") == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers

@@ -33,7 +33,8 @@ def requests() -> list[Request]:
 
 @pytest.fixture
 def errors() -> Iterator[list[str]]:
-    """What is logged as an error, here or by vLLM. The first engine of a process replaces the loggers' handlers."""
+    """Collect the errors that this project or vLLM logs. A handler would be lost, since the first engine of a process
+    replaces them."""
     found: list[str] = []
     make = logging.getLogRecordFactory()
 

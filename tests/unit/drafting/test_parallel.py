@@ -78,7 +78,7 @@ def expected_texts(prompt: list[int], length: int, top_k: int) -> dict[tuple[int
 
 @pytest.mark.parametrize("rule", ["standard", "block"])
 def test_sampled_drafts_do_not_change_distribution(rule: str, tmp_path: Path) -> None:
-    """Of a first token and two that were drafted."""
+    """The texts have a first token and two that were drafted."""
     prompt, num_seeds, top_k = [11, 12, 13], 1500, 3
     engine = SmallEngine(Variant(PARALLEL, num_blocks=ROOMY, num_drafts=2, rule=rule), tmp_path)
     for seed in range(num_seeds):
