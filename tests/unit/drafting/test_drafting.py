@@ -18,7 +18,8 @@ from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting, DeviceRowLimits
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
 from vllm_gaudi_spec.graphs import StepRecorder
-from vllm_gaudi_spec.records import Context, DraftRequest, Drafts, SampledRows, StepResult, Verification
+from vllm_gaudi_spec.records import Context, DraftRequest, Drafts, SampledRows, SampleShape, StepResult, Verification
+from vllm_gaudi_spec.runner.planning import make_sample_batch
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.sampling.branches import Branch
@@ -241,3 +242,17 @@ def test_error_while_a_pass_drafts_is_reported_for_its_requests() -> None:
     drafting.draft_in_pass(rows_B, limits_B, Branch(), K)
     assert not drafting.propose(batch, Branch(), K)
     assert drafting.take_rounds() == [], "a drafter that is off has no faults"
+
+
+def test_pass_makes_as_many_drafts_as_the_step_wants() -> None:
+    requests, row_limits, names = started()
+    drafting, _ = on_device(CountsOnDevice(), row_limits, requests, DrafterKVSync())
+    drafting.apply(requests)
+    step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
+    batch = make_sample_batch(requests, SampleShape(4, 1), step_.requests)
+    for wanted in (0, 1, K):
+        sample_pass = make_sampling().make_pass(batch, Branch(), {}, *drafting.choose_pass_drafts(wanted))
+        assert sample_pass.num_drafts == (K if wanted else 0)
+        assert sample_pass.split()[1].tolist() == [wanted, wanted, wanted, 0], "padding keeps none"
+    drafting.update_drafter_state([], [], disabled=True)
+    assert drafting.choose_pass_drafts(K) == (0, 0)

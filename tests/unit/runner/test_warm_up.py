@@ -10,6 +10,7 @@ from vllm import SamplingParams
 from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend
 from tests.support.small_engine import HEADS, PARALLEL, RETOKENIZE, STANDARD, SmallEngine, Variant, greedy_text
 from tests.support.warm_up import listed, run_jobs
+from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer
 from vllm_gaudi_spec.graphs import Job
 from vllm_gaudi_spec.records import Shape
 from vllm_gaudi_spec.runner import warmup
@@ -43,6 +44,13 @@ def test_each_job_makes_the_signatures_that_it_lists(
     assert engine.texts["first"] == greedy_text(prompt, 30)
     if method in ALWAYS_RIGHT:
         assert engine.num_accepted == engine.num_verified > 20, "nothing is left of warm-up"
+
+
+def test_warm_up_fails_if_drafting_in_a_pass_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = SmallEngine(Variant("ngram_gpu"), tmp_path).runner
+    monkeypatch.setattr(DeviceNgramProposer, "propose", lambda proposer, request: 1 / 0)
+    with torch.inference_mode(), pytest.raises(ZeroDivisionError):
+        run_jobs(some(list(jobs(runner))), runner.recorder)
 
 
 @pytest.mark.parametrize("method", ["draft_model", RETOKENIZE])
