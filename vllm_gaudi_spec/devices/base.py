@@ -72,6 +72,8 @@ class DeviceTraits:
     slice_tokens: int = 0
     """The length of the slices into which prompt chunks are cut (`vllm_gaudi_spec.slices`); 0 to give each chunk a row
     of its own."""
+    decode_step: int = 0
+    """The smallest difference of numbers of decoding rows between powers of two, as for `prefill_step`."""
     prefill_step: int = 0
     """The smallest difference of prefill buckets between powers of two, where padding costs more than another shape. 0:
     only powers of two."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
@@ -17,13 +17,6 @@ def refuse_waste(name: str, buckets: tuple[int, ...], needed: int, option: str) 
             f"additional_config.gaudi_spec.{name} goes up to {buckets[-1]}, and {option} needs {needed}; "
             "leave the large ones out: memory is allocated for the largest."
         )
-
-
-def batch_sizes(largest: int, *, coarse: bool) -> tuple[int, ...]:
-    """Return 1, 2, 3, 4, 6, 8, 12, 16, ..., which pads a step by at most a third, or powers of two if `coarse`."""
-    steps = (2,) if coarse else (2, 3)
-    sizes: Iterable[int] = (step << exponent for exponent in range(largest.bit_length()) for step in steps)
-    return tuple(sorted({1, largest, *(size for size in sizes if size <= largest)}))
 
 
 def geometric(smallest: int, largest: int, growth: float) -> tuple[int, ...]:

@@ -13,13 +13,7 @@ from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError, ranks_in_step
 from vllm_gaudi_spec.records import DECODE, PREFILL, SampleShape, Shape
-from vllm_gaudi_spec.runner.buckets import (
-    batch_sizes,
-    divided_powers,
-    geometric,
-    refuse_waste,
-    round_up,
-)
+from vllm_gaudi_spec.runner.buckets import divided_powers, geometric, refuse_waste, round_up
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,6 +51,8 @@ def fit_or_largest(buckets: tuple[int, ...], size: int, largest: int, name: str)
 @dataclass(frozen=True, slots=True)
 class Shapes:
     decode_rows: tuple[int, ...]
+    sample_rows: tuple[int, ...]
+    """Numbers of rows of sampling passes: fewer than of decodes where each is captured for every branch."""
     decode_queries: tuple[int, ...]
     """1 for plain decoding, and 1 + j for each number of drafts per row that a step may verify."""
     prefill_rows: tuple[int, ...]
@@ -115,7 +111,8 @@ class Shapes:
         longest_chunk = min(scheduler.max_num_batched_tokens, max_len)
         alignment, step = backend.traits.smallest_prefill, backend.traits.prefill_step
         prefill = options.prefill_buckets or divided_powers(alignment, longest_chunk, step)
-        decode = options.batch_buckets or batch_sizes(scheduler.max_num_seqs, coarse=backend.traits.captures)
+        decode = options.batch_buckets or divided_powers(1, scheduler.max_num_seqs, backend.traits.decode_step)
+        powers_of_two = divided_powers(1, scheduler.max_num_seqs, 0)
         refuse_waste("batch_buckets", decode, scheduler.max_num_seqs, "--max-num-seqs")
         refuse_waste("prefill_buckets", prefill, longest_chunk, "--max-num-batched-tokens")
         most_rows = max(decode[-1], scheduler.max_num_seqs)
@@ -135,6 +132,7 @@ class Shapes:
         widest_chunk = slice_tokens if slice_rows and slices_chunks else longest_chunk
         return cls(
             decode_rows=decode,
+            sample_rows=options.batch_buckets or (powers_of_two if backend.traits.captures else decode),
             decode_queries=(1, *(1 + width for width in widths)),
             prefill_rows=(1,) if slice_rows else _choose_prefill_rows(vllm_config, options, backend),
             prefill_queries=prefill,
@@ -177,8 +175,11 @@ class Shapes:
         return self.contexts[-1]
 
     def fit_rows(self, num_rows: int) -> int:
-        """Return the bucket for `num_rows` rows that decode or sample in one step."""
+        """Return the bucket for `num_rows` rows that decode in one step."""
         return fit_or_largest(self.decode_rows, num_rows, self.most_rows, "batch_buckets")
+
+    def fit_sample_rows(self, num_rows: int) -> int:
+        return fit_or_largest(self.sample_rows, num_rows, self.most_rows, "batch_buckets")
 
     def fit_queries(self, num_tokens: int) -> int:
         """Return the bucket for a prompt chunk."""
@@ -361,7 +362,7 @@ class SampleShapes:
         self._max_rows = max_rows
         self._max_queries = shapes.decode_queries[-1]
         self._queries = shapes.decode_queries
-        self._rows, self._fit_rows = shapes.decode_rows, shapes.fit_rows
+        self._rows, self._fit_rows = shapes.sample_rows, shapes.fit_sample_rows
         self._rectangles = _halve(max_rows, 1)[-_MOST_RECTANGLES:]
         self._usual = _halve(max_rows * self._max_queries, _SMALLEST_PASS)[-_MOST_LISTS:]
 

@@ -9,17 +9,19 @@ from vllm import SamplingParams
 
 from tests.support.small_engine import RETOKENIZE, ROOMY, SmallEngine, Variant, greedy_text
 from vllm_gaudi_spec.records import Shape
-from vllm_gaudi_spec.runner.buckets import batch_sizes, geometric, round_up
+from vllm_gaudi_spec.runner.buckets import divided_powers, geometric, round_up
 
 
-@pytest.mark.parametrize("coarse", [False, True])
-def test_batch_sizes_cover_every_batch_and_end_at_the_largest(coarse: bool) -> None:
+@pytest.mark.parametrize(("step", "most_sizes"), [(0, 10), (1, 30), (16, 18)])
+def test_batch_sizes_cover_every_batch_and_end_at_the_largest(step: int, most_sizes: int) -> None:
     for largest in range(1, 300):
-        sizes = batch_sizes(largest, coarse=coarse)
+        sizes = divided_powers(1, largest, step)
         assert sizes[0] == 1
         assert sizes[-1] == largest
-        assert all(small < large <= 2 * small for small, large in pairwise(sizes)), "at most half of a step is padding"
-        assert len(sizes) <= 18
+        assert len(sizes) <= most_sizes
+        for small, large in pairwise(sizes):
+            assert small < large <= 2 * small, "at most half of a step is padding"
+            assert not step or large - small <= max(step, small // 4)
 
 
 @pytest.mark.parametrize("smallest", [1, 16, 128])

@@ -51,6 +51,7 @@ def make_backend() -> DeviceBackend:
         exact_context_width=has_kernel,
         prefill_rows=(1, 2, 4, 8, 16),
         smallest_prefill=16,
+        decode_step=1,
         prefill_step=16,
         selects_keys=True,
         takes_quant_config=True,

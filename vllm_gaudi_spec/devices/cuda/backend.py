@@ -33,6 +33,7 @@ def make_backend() -> DeviceBackend:
         block_size=64,
         exact_context_width=True,
         smallest_prefill=32,
+        decode_step=16,
         prefill_step=128,
         prefill_rows=(1, 2, 4, 8, 16),
         slice_tokens=32,  # more than `few_queries` takes, which reads a row's new keys from the projection alone
