@@ -10,6 +10,7 @@ long as the checkout is what it was then; --fresh runs all of them. The files th
 import argparse
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,15 +22,14 @@ ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / ".verify"
 SECONDS_PER_TEST = 3600
 GAUDI, COMPILED, NPU = "hpu-emulated", "hpu-emulated, compiled", "ascend-emulated"
-# Full tests whose files' names begin so need devices of their own; the first that fits counts.
-DEVICES = {
+# The devices of full tests by their mark, and files that run on fewer of them: a mode and QUANT_CONFIG are a Gaudi's
+# alone, and a card's memory is counted where it captures graphs.
+DEVICES = {"emulated": (GAUDI, COMPILED, NPU), "ascend": (NPU,), "cuda": ("cuda",)}
+ON_FEWER = {
     "test_emulated_compiled": (GAUDI,),
     "test_emulated_fp8": (GAUDI,),
     "test_emulated_memory": (GAUDI, NPU),
     "test_vendor_torch": (GAUDI,),
-    "test_emulated": (GAUDI, COMPILED, NPU),
-    "test_ascend": (NPU,),
-    "test_cuda": ("cuda",),
 }
 FOLDERS = {"emulated_cann": (NPU,)}
 EMULATOR_TESTS = ROOT / "card_emulator" / "tests"
@@ -105,7 +105,8 @@ def all_jobs() -> list[Job]:
 def devices(file: Path) -> tuple[str | None, ...]:
     if file.parent.name != "full_tests":
         return FOLDERS.get(file.parent.name, (None,))
-    return next((found for begin, found in DEVICES.items() if file.name.startswith(begin)), (None,))
+    mark = re.search(rf"(?m)^pytestmark = .*\.({'|'.join(DEVICES)})\b", file.read_text())
+    return ON_FEWER.get(file.stem, DEVICES[mark[1]] if mark else (None,))
 
 
 def needs_gpu(file: Path) -> bool:
