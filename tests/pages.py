@@ -1,6 +1,5 @@
 """The pages that users read: their blocks of commands, and the word above each that says what becomes of it."""
 
-import ast
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,20 +104,3 @@ def scenes(page: Path) -> list[list[Block]]:
         else:
             found.append([block])
     return found
-
-
-def source_of_test(path: Path, name: str) -> str:
-    text = path.read_text()
-    (found,) = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == name)
-    return ast.get_source_segment(text, found) or ""
-
-
-def names_of_tests(path: Path) -> set[str]:
-    """Names of a file's tests, as they are run by."""
-    names = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}::{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
-    return names

@@ -10,7 +10,6 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from tests.pages import names_of_tests
 from tests.support.releases import make_arg_parser
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.platforms import base
@@ -94,4 +93,4 @@ def test_every_row_is_listed_with_its_tests() -> None:
 @pytest.mark.parametrize("name", sorted({name for names in TESTS.values() for name in names}))
 def test_listed_test_exists(name: str) -> None:
     file, _, function = name.partition("::")
-    assert function in names_of_tests(ROOT / file)
+    assert f"\ndef {function}(" in (ROOT / file).read_text()

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file
 from vllm.config import SpeculativeConfig
 
-from tests.pages import NEEDS, ROOT, Block, blocks, names_of_tests, pages, source_of_test, text_for
+from tests.pages import NEEDS, ROOT, Block, blocks, pages, text_for
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import MAX_DRAFTS, UNIVERSAL_DRAFT, Options
 from vllm_gaudi_spec.methods import METHODS
@@ -39,11 +39,8 @@ def test_every_block_of_commands_says_what_becomes_of_it(block: Block) -> None:
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.test], ids=lambda block: block.name)
 def test_a_named_test_takes_its_commands_from_the_page(block: Block) -> None:
-    file, _, name = block.test.partition("::")
-    assert name in names_of_tests(ROOT / file)
-    assert re.search(r"\b(commands|commands_for|text_for)\(", source_of_test(ROOT / file, name)), (
-        "it has commands of its own"
-    )
+    file, _, _ = block.test.partition("::")
+    assert f'"{block.test}"' in (ROOT / file).read_text(), "nothing in that file asks the page for them"
 
 
 @pytest.mark.slow
