@@ -51,48 +51,30 @@ def test_unsupported_format_is_refused(tmp_path: Path) -> None:
     assert len(str(refused.value).splitlines()) == 1
 
 
-def write(folder: Path, change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None) -> str:
-    """A checkpoint of one quantized matrix."""
-    model = checkpoint(folder, dict(CT))
-    parts, _ = fp8_channel(torch.ones(GROUP, GROUP))
-    change(parts)
-    save_file({f"{NAME}.{part}": tensor.contiguous() for part, tensor in parts.items()}, folder / "model.safetensors")
-    return model
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda parts: parts.pop("weight_scale"), f"layer {NAME} has no weight_scale; take another copy"),
-        (lambda parts: parts.update(weight_scale=torch.ones(7, 1)), f"layer {NAME} has scales or zero points of shape"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused_at_configuration(
-    change: Callable[[dict[str, torch.Tensor]], None], reason: str, tmp_path: Path
+@pytest.mark.parametrize(("which", "method"), [("reference", DEQUANTIZED), ("native", "compressed-tensors")])
+def test_damaged_checkpoint_is_refused_at_configuration(
+    which: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = write(tmp_path, change)
-    with pytest.raises(UnsupportedConfigError, match=reason) as refused:
-        configured(model, **reference())
-    assert len(str(refused.value).splitlines()) == 1
-
-
-def test_damaged_checkpoint_is_refused_with_vllms_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which every CPU has for int8 in bfloat16."""
+    """Every CPU has vLLM's kernels for int8 in bfloat16."""
     monkeypatch.setattr(type(current_platform), "supported_dtypes", [torch.bfloat16])
-    options = kernels("native") | dict(dtype="bfloat16")
+    options = kernels(which) | dict(dtype="bfloat16")
     model = checkpoint(tmp_path, dict(FORMATS["ct-int8"].config))
     parts, _ = FORMATS["ct-int8"].weights(torch.ones(GROUP, GROUP))
-    for scale, reason in (({}, "no weight_scale"), ({"weight_scale": torch.ones(7, 1)}, "scales or zero points of s")):
+    for scale, reason in (
+        ({}, "no weight_scale; take another copy"),
+        ({"weight_scale": torch.ones(7, 1)}, "scales or"),
+    ):
         save_file(tensors_of({"weight": parts["weight"]} | scale), tmp_path / "model.safetensors")
-        with pytest.raises(UnsupportedConfigError, match=f"layer {NAME} has {reason}"):
+        with pytest.raises(UnsupportedConfigError, match=f"layer {NAME} has {reason}") as refused:
             configured(model, **options)
+        assert len(str(refused.value).splitlines()) == 1
     save_file(tensors_of(parts), tmp_path / "model.safetensors")
-    assert configured(model, **options).model_config.quantization == "compressed-tensors"
+    assert configured(model, **options).model_config.quantization == method
 
 
 def test_other_load_formats_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedConfigError, match="--load-format sharded_state; leave that out"):
-        configured(write(tmp_path), **reference(load_format="sharded_state"))
+        configured(checkpoint(tmp_path, dict(CT)), **reference(load_format="sharded_state"))
 
 
 # ---- reading ---------------------------------------------------------------------------------------------

