@@ -39,14 +39,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_tokenizer(vocab_size: int = VOCAB) -> PreTrainedTokenizerFast:
+def byte_tokenizer(vocab_size: int = VOCAB, corpus: str = CORPUS) -> PreTrainedTokenizerFast:
     """Byte-level BPE over all 256 bytes: any text goes in, any ids come out as text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[BOS, EOS], initial_alphabet=alphabet)
-    tokenizer.train_from_iterator([CORPUS * 4], trainer)
+    tokenizer.train_from_iterator([corpus * 4], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, chat_template=CHAT_TEMPLATE
     )
@@ -75,10 +75,10 @@ def llama(**overrides: Any) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**common(**overrides)))
 
 
-def looping_llama() -> PreTrainedModel:
+def looping_llama(**overrides: Any) -> PreTrainedModel:
     """The next token follows mostly from the last one: greedy text soon runs in circles, which drafters foresee. What
     stands further back still has a say, but a small one. Its choices are clear, so sampled text repeats as well."""
-    model = llama()
+    model = llama(**overrides)
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(30)
         model.lm_head.weight.mul_(3)
@@ -87,7 +87,9 @@ def looping_llama() -> PreTrainedModel:
     return model
 
 
-def save(build: Callable[[], PreTrainedModel], folder: Path, vocab_size: int = VOCAB, seed: int = 0) -> str:
+def save(
+    build: Callable[[], PreTrainedModel], folder: Path, vocab_size: int = VOCAB, seed: int = 0, corpus: str = CORPUS
+) -> str:
     """Write one checkpoint with its tokenizer in the Hugging Face layout."""
     torch.manual_seed(seed)
     model = build().float().eval()
@@ -98,7 +100,7 @@ def save(build: Callable[[], PreTrainedModel], folder: Path, vocab_size: int = V
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.generation_config.do_sample = False
     model.save_pretrained(folder)
-    byte_tokenizer(vocab_size).save_pretrained(folder)
+    byte_tokenizer(vocab_size, corpus).save_pretrained(folder)
     return str(folder)
 
 
@@ -119,8 +121,8 @@ def save_untrained_head(folder: Path) -> str:
 
 def save_renumbered(model_path: str, folder: Path) -> str:
     """A tiny Llama with all its tokens renumbered: of another vocabulary, and always of one mind with it."""
-    new_ids = random.Random(0).sample(range(VOCAB), VOCAB)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
+    new_ids = random.Random(0).sample(range(len(tokenizer)), len(tokenizer))
     written = json.loads(tokenizer.backend_tokenizer.to_str())
     written["model"]["vocab"] = {token: new_ids[old] for token, old in written["model"]["vocab"].items()}
     for token in written["added_tokens"]:
@@ -130,7 +132,7 @@ def save_renumbered(model_path: str, folder: Path) -> str:
 
     model = AutoModelForCausalLM.from_pretrained(model_path)
     for weight in (model.model.embed_tokens.weight.data, model.lm_head.weight.data):
-        weight[new_ids] = weight.clone()
+        weight[new_ids] = weight[: len(new_ids)].clone()
     for role in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.config, role, new_ids[getattr(model.config, role)])
         setattr(model.generation_config, role, getattr(model.config, role))

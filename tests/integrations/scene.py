@@ -30,7 +30,7 @@ BLOCK = 128
 BLOCKS_PER_ROW = 2
 MAX_ROWS = 4
 FALSE = 77  # what is sampled for a row of which more is to be read first
-CPU = torch.device("cpu")
+NPU = torch.device("npu")
 LIMITS: dict[str, Any] = {"max_model_len": BLOCK * BLOCKS_PER_ROW, "max_num_seqs": MAX_ROWS, "dtype": "float32"}
 
 
@@ -42,7 +42,7 @@ def configuration(target: str, drafter: str, method: str = "universal_draft", **
 
 def made(arguments: EngineArgs) -> VllmConfig:
     config = arguments.create_engine_config()
-    config.device_config.device = CPU
+    config.device_config.device = NPU
     return config
 
 
@@ -61,7 +61,7 @@ def runner(config: VllmConfig) -> Any:
     decides = SimpleNamespace(compilation_config=config.compilation_config, model_config=config.model_config)
 
     def make_buffer(*size: int, dtype: torch.dtype, numpy: bool = True) -> CpuGpuBuffer:
-        return CpuGpuBuffer(*size, dtype=dtype, device=CPU, pin_memory=False, with_numpy=numpy)
+        return CpuGpuBuffer(*size, dtype=dtype, device=NPU, pin_memory=False, with_numpy=numpy)
 
     return SimpleNamespace(
         max_num_reqs=MAX_ROWS,
@@ -95,7 +95,7 @@ class Scene:
 
         start(config)
         with set_current_vllm_config(config):
-            proposer = get_spec_decode_method(config.speculative_config.method, config, CPU, runner(config))
+            proposer = get_spec_decode_method(config.speculative_config.method, config, NPU, runner(config))
             proposer.load_model(torch.nn.ModuleDict({"model": torch.nn.Module()}))  # in the target's place
             layers = {
                 name: config.compilation_config.static_forward_context[name] for name in proposer.attn_layer_names
@@ -104,18 +104,19 @@ class Scene:
             assert isinstance(spec, FullAttentionSpec)
             shape = (2, MAX_ROWS * BLOCKS_PER_ROW, BLOCK, spec.num_kv_heads, spec.head_size)
             for layer in layers.values():
-                layer.kv_cache = tuple(torch.empty(shape))
+                layer.kv_cache = tuple(torch.empty(shape, device=NPU))
             group = KVCacheGroupSpec(list(layers), spec)
             proposer.initialize_attn_backend(KVCacheConfig(shape[1], [], [group]), [BLOCK])
         scene = cls(config, proposer)
         scene.forget()
         return scene
 
-    def forget(self, written: float = torch.nan) -> None:
-        """Start anew: what no row has written since shall show where it is read."""
+    def forget(self, written: float = 1e30) -> None:
+        """Start anew: what no row has written since shows where it is read, and not where a mask hides it."""
         for name in self.proposer.attn_layer_names:
-            for cache in self.config.compilation_config.static_forward_context[name].kv_cache:
-                cache.fill_(written)
+            keys, values = self.config.compilation_config.static_forward_context[name].kv_cache
+            keys.zero_()
+            values.fill_(written)
 
     def draft(
         self,
@@ -136,20 +137,20 @@ class Scene:
         table = torch.arange(len(tokens) * BLOCKS_PER_ROW, dtype=torch.int32).view(-1, BLOCKS_PER_ROW)
         slots = [int(table[row, at // BLOCK]) * BLOCK + at % BLOCK for row, at in places]
         metadata = AscendCommonAttentionMetadata(
-            query_start_loc=locations,
-            query_start_loc_cpu=locations.clone(),
-            seq_lens=ends,
-            seq_lens_cpu=ends.clone(),
-            _seq_lens_cpu=ends.clone(),
+            query_start_loc=locations.to(NPU),
+            query_start_loc_cpu=locations,
+            seq_lens=ends.to(NPU),
+            seq_lens_cpu=ends,
+            _seq_lens_cpu=ends,
             num_computed_tokens_cpu=torch.tensor(starts, dtype=torch.int32),
             num_reqs=len(tokens),
             num_actual_tokens=len(places),
             num_input_tokens=len(places),
             max_query_len=max(lengths),
             max_seq_len=int(ends.max()),
-            block_table_tensor=table,
-            slot_mapping=torch.tensor(slots, dtype=torch.int32),
-            positions=torch.zeros(1024, dtype=torch.int64),
+            block_table_tensor=table.to(NPU),
+            slot_mapping=torch.tensor(slots, dtype=torch.int32, device=NPU),
+            positions=torch.zeros(1024, dtype=torch.int64, device=NPU),
             attn_state=AscendAttentionState.ChunkedPrefill,
         )
         if accepted is None:
@@ -161,14 +162,16 @@ class Scene:
         to_sample = refused = None
         if accepted is not None:
             drafts = SimpleNamespace(
-                cu_num_draft_tokens=torch.full((len(tokens),), K, dtype=torch.int32).cumsum(0).int()
+                cu_num_draft_tokens=torch.arange(K, K * len(tokens) + 1, K, dtype=torch.int32, device=NPU)
             )
             metadata, _, to_sample, refused = self.proposer.prepare_inputs_padded(metadata, drafts, counts_B)
         with torch.inference_mode(), set_current_vllm_config(self.config):
             made = self.proposer._propose(
-                target_token_ids=torch.tensor([token for row in tokens for token in row], dtype=torch.int32),
-                target_positions=torch.tensor([at for _, at in places], dtype=torch.int64),
-                target_hidden_states=torch.zeros(len(places), 1),
+                target_token_ids=torch.tensor(
+                    [token for row in tokens for token in row], dtype=torch.int32, device=NPU
+                ),
+                target_positions=torch.tensor([at for _, at in places], dtype=torch.int64, device=NPU),
+                target_hidden_states=torch.zeros(len(places), 1, device=NPU),
                 next_token_ids=following_B,
                 token_indices_to_sample=to_sample,
                 common_attn_metadata=metadata,
@@ -204,5 +207,9 @@ class Scene:
             vocab_size=self.config.model_config.get_vocab_size(),
         )
         return self.proposer.prepare_next_token_ids_padded(
-            torch.tensor(sampled, dtype=torch.int32), requests, batch, torch.tensor(discarded).long(), len(discarded)
+            torch.tensor(sampled, dtype=torch.int32, device=NPU),
+            requests,
+            batch,
+            torch.tensor(discarded, dtype=torch.int64, device=NPU),
+            len(discarded),
         )

@@ -3,7 +3,6 @@ emulated CANN, each in a process of its own."""
 
 import functools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.integrations.conftest import DOUBLES
-from vllm_gaudi_spec.environment import torch_npu_folder
-
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
-ENGINE = Path(__file__).parent / "engine"
 LENGTH = 24
 PROMPTS = [
     "The quick brown fox",
@@ -30,18 +24,9 @@ PROMPTS = [
 
 
 def serve(model: str, speculation: dict[str, Any] | None) -> dict[str, Any]:
-    # torch_npu before its double; the other doubles stay.
-    path = [str(ENGINE), str(torch_npu_folder()), DOUBLES, str(ROOT)]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(path),
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # vllm-ascend's own switch: memory that is mapped piece by piece is not emulated.
-        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",
-    }
     asked = {"model": model, "speculation": speculation, "prompts": PROMPTS, "length": LENGTH}
-    command = [sys.executable, str(ENGINE / "serve.py"), json.dumps(asked)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=550)
+    command = [sys.executable, str(Path(__file__).parent / "engine" / "serve.py"), json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=550)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return json.loads(done.stdout.splitlines()[-1])
 

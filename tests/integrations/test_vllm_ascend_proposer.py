@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import get_forward_context
@@ -16,8 +16,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_ascend import spec_decode
 from vllm_ascend.spec_decode.draft_proposer import AscendDraftModelProposer
 
-from tests.integrations import models
-from tests.integrations.scene import CPU, FALSE, LIMITS, K, Scene, configuration, made, runner, start
+from tests.full_tests import tiny_models
+from tests.integrations.scene import FALSE, LIMITS, NPU, K, Scene, configuration, made, runner, start
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.drafting.universal.pairs import Pair
 from vllm_gaudi_spec.integrations.vllm_ascend import patches
@@ -56,8 +56,8 @@ def pair(folders: dict[str, str]) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return [models.tokenizer("target")(text).input_ids for text in TEXTS]
+def prompts(folders: dict[str, str]) -> list[list[int]]:
+    return AutoTokenizer.from_pretrained(folders["target"])(TEXTS).input_ids
 
 
 class Plain:
@@ -66,7 +66,7 @@ class Plain:
     def __init__(self, folder: str, pair: Pair) -> None:
         self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.map = pair.map
-        (self.stand_in,) = models.tokenizer("drafter")(" ").input_ids
+        (self.stand_in,) = AutoTokenizer.from_pretrained(folder)(" ").input_ids
 
     def read(self, tokens: list[int]) -> list[int]:
         return [int(i) if i >= 0 else self.stand_in for i in self.map.target_to_draft[tokens]]
@@ -102,7 +102,7 @@ def test_the_vocabularies_are_worth_a_test(pair: Pair, plain: Plain, prompts: li
 
 def construct(config: VllmConfig) -> Any:
     start(config)
-    return spec_decode.get_spec_decode_method("draft_model", config, CPU, runner(config))
+    return spec_decode.get_spec_decode_method("draft_model", config, NPU, runner(config))
 
 
 def test_prompts_are_drafted_for_as_by_the_drafter_alone(scene: Scene, plain: Plain, prompts: list[list[int]]) -> None:
@@ -242,12 +242,12 @@ def test_with_overlapping_steps_drafts_are_the_same(overlapping: Scene, plain: P
 @pytest.fixture(scope="module")
 def same(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model that drafts for itself, each row of its matrices a token."""
-    return models.save("drafter", tmp_path_factory.mktemp("same"), padding=0)
+    return tiny_models.save(tiny_models.llama, tmp_path_factory.mktemp("same"))
 
 
 def test_with_one_vocabulary_it_drafts_as_upstreams_own_method(same: str) -> None:
     """Rejections included, of which upstream keeps an account of its own."""
-    prompts = [models.tokenizer("drafter")(text).input_ids for text in TEXTS]
+    prompts = AutoTokenizer.from_pretrained(same)(TEXTS).input_ids
     found = []
     for method in ("draft_model", "universal_draft"):
         scene = Scene.load(configuration(same, same, method))
@@ -271,7 +271,7 @@ def test_sizes_are_no_matter_and_upstream_still_makes_them_one(folders: dict[str
     setattr(config.speculative_config, patches.IS_UNIVERSAL, False)
     start(config)
     with pytest.raises(ValueError, match="same vocabulary size"):
-        AscendDraftModelProposer(config, CPU, runner(config))
+        AscendDraftModelProposer(config, NPU, runner(config))
 
 
 @pytest.mark.parametrize(

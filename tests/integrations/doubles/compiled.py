@@ -5,19 +5,15 @@ from typing import Any
 import torch
 
 _ascend = torch.library.Library("_C_ascend", "FRAGMENT")
+_ascend.define(
+    "npu_copy_and_expand_eagle_inputs(Tensor target_token_ids, Tensor target_positions, Tensor next_token_ids, "
+    "Tensor query_start_loc, Tensor query_end_loc, int padding_token_id, int parallel_drafting_token_id, "
+    "int num_padding_slots_per_request, bool shift_input_ids, int total_draft_tokens) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
 
 
-def define(device: str) -> None:
-    """vllm-ascend's own operator, which its draft models need, under the dispatch key of that device."""
-    _ascend.define(
-        "npu_copy_and_expand_eagle_inputs(Tensor target_token_ids, Tensor target_positions, Tensor next_token_ids, "
-        "Tensor query_start_loc, Tensor query_end_loc, int padding_token_id, int parallel_drafting_token_id, "
-        "int num_padding_slots_per_request, bool shift_input_ids, int total_draft_tokens) "
-        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-    )
-    _ascend.impl("npu_copy_and_expand_eagle_inputs", copy_and_expand, device)
-
-
+@torch.library.impl(_ascend, "npu_copy_and_expand_eagle_inputs", "PrivateUse1")
 def copy_and_expand(
     tokens: torch.Tensor,
     positions: torch.Tensor,

@@ -18,7 +18,6 @@ def prepare() -> None:
     import vllm_ascend.worker.worker  # noqa: F401  all others, in the order in which they can be
     from vllm_ascend.worker import block_table
 
-    compiled.define("PrivateUse1")
     block_table._compute_slot_mapping_kernel = compiled.SlotMapping()
 
 
