@@ -17,7 +17,6 @@ import torch
 from torch import fx
 
 from vllm_gaudi_spec.devices.common.arguments import find_tensors, flatten, get_name, make_key, rebuild
-from vllm_gaudi_spec.devices.common.fakes import Results
 from vllm_gaudi_spec.devices.common.tracing import (
     Operation,
     Segment,
@@ -54,7 +53,6 @@ class RegionCompiler:
         self._compiler = compiler
         self._device_type = device_type
         self._rewrites = rewrites or {}
-        self._results = Results()
         self._compiled: dict[Hashable, Callable[..., Sequence[Any]]] = {}
         self.functions: Counter[str] = Counter()
         """The number of compilations of each function, by name: one per geometry of its arguments."""
@@ -100,7 +98,7 @@ class RegionCompiler:
         self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], rest: Any
     ) -> tuple[Tracer, list[int], Any]:
         assert self._tracer is None, "a function that is compiled calls no other"
-        tracer = self._tracer = Tracer(self._rewrites, self._device_type, self._results)
+        tracer = self._tracer = Tracer(self._rewrites, self._device_type)
         try:
             arguments: list[torch.Tensor] = [tracer.fakes.enter(tensor) for tensor in tensors]
             with tracer:

@@ -10,17 +10,20 @@ import os
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_gaudi_spec.devices.common.arguments import find_tensors
-from vllm_gaudi_spec.devices.common.fakes import Fakes, Results
 
 
 class NotCompilableError(RuntimeError):
@@ -57,17 +60,54 @@ class Segment:
     """False for a single collective, which runs eagerly: compiled ones are known to add wrongly (quirk C23)."""
 
 
+class Fakes:
+    """The tensors without values of one trace, by number."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(static_shapes=True)
+        self.values: list[torch.Tensor] = []
+        self._get_number: dict[int, int] = {}
+
+    def enter(self, tensor: torch.Tensor) -> FakeTensor:
+        """Add a tensor without values under the next number. Tensors that share memory share it here."""
+        fake = self.mode.from_tensor(tensor, static_shapes=True)
+        self._add(fake)
+        return fake
+
+    def get_number(self, fake: torch.Tensor) -> int | None:
+        return self._get_number.get(id(fake))
+
+    def get_geometry(self, number: int) -> tuple[Hashable, int]:
+        """Return the geometry of a tensor and the memory that it has."""
+        fake = self.values[number]
+        geometry = fake.dtype, fake.shape, fake.stride(), fake.storage_offset(), fake.device
+        return geometry, fake.untyped_storage()._cdata
+
+    def add_result(self, result: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """Return the numbers of a result's tensors, and their positions in it; None for a single tensor."""
+        if isinstance(result, torch.Tensor):
+            return (self._add_new(result),), None
+        items = result if isinstance(result, (list, tuple)) else ()
+        found = {position: item for position, item in enumerate(items) if isinstance(item, torch.Tensor)}
+        return tuple(map(self._add_new, found.values())), tuple(found)
+
+    def _add_new(self, fake: torch.Tensor) -> int:
+        number = self.get_number(fake)
+        return self._add(fake) if number is None else number
+
+    def _add(self, fake: torch.Tensor) -> int:
+        self.values.append(fake)
+        return self._get_number.setdefault(id(fake), len(self.values) - 1)
+
+
 class Tracer(TorchDispatchMode):
     """Records operations, and runs them on tensors without values."""
 
-    def __init__(
-        self, rewrites: Mapping[Any, Callable[..., Any]], device_type: str, results: Results | None = None
-    ) -> None:
-        """`results` are the results of operations in earlier traces."""
+    def __init__(self, rewrites: Mapping[Any, Callable[..., Any]], device_type: str) -> None:
         super().__init__()
         self._rewrites = rewrites
         self._device_type = device_type
-        self.fakes = Fakes(results or Results())
+        self.fakes = Fakes()
         self._numbers_outside: dict[int, int] = {}
         self.outside: dict[int, torch.Tensor] = {}
         """By number, tensors that are neither arguments nor results."""
@@ -124,11 +164,8 @@ class Tracer(TorchDispatchMode):
         else:
             for item in note.others:
                 raise NotCompilableError(f"{func} takes a {type(item).__name__}, which a graph cannot hold: {source}")
-            result, outputs, positions = self.fakes.result(
-                form if func.namespace == "aten" else None,
-                inputs,
-                partial(self._run_fake, func, noted_args, noted_kwargs, source),
-            )
+            result = self._run_fake(func, noted_args, noted_kwargs, source)
+            outputs, positions = self.fakes.add_result(result)
         self.segments[-1].operations.append(
             Operation(func, noted_args, noted_kwargs, form, inputs, outputs, positions, source)
         )
