@@ -20,7 +20,7 @@ from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.upstream import configuration, patching
 
 # Every module but the tools for patches and those that offer names of vLLM, which import it at their top.
-_TOOLS = ("__init__.py", "overrides.py", "patching.py", "release.py")
+_TOOLS = ("__init__.py", "patching.py", "release.py")
 FILES = sorted(
     path
     for path in Path(upstream.__file__).parent.glob("*.py")
