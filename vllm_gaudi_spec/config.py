@@ -127,9 +127,6 @@ class Options:
     format. The default is `native` if the device has such kernels."""
     draft_quant_config: str | None = None
     """The drafter's quantization file. The target's is the environment variable QUANT_CONFIG."""
-    fp8_range: str | None = None
-    """The range of e4m3 if FP8 is simulated: `gaudi2` (up to 240) or `gaudi3` (up to 448). The default is the range of
-    the scales."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Options:
@@ -220,7 +217,6 @@ _CHECKS: dict[str, Check] = {
     "cpu_weights": _one_of(FLOAT32, FLOAT16),
     "weight_kernels": _one_of(REFERENCE, NATIVE),
     "draft_quant_config": ("a text", lambda value: isinstance(value, str) and value != ""),
-    "fp8_range": _one_of(*GAUDIS),
 }
 
 

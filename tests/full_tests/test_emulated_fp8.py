@@ -11,7 +11,6 @@ from tests.full_tests import heads, mtp_checkpoints
 from tests.full_tests.engines import engine
 from tests.full_tests.quantized import METHODS, Calibrated, calibrate, check_drafts, drafter, drafting, quantizing
 from tests.full_tests.quantized_checkpoints import MTP, rewritten, texts_with_and_without_drafts
-from tests.full_tests.test_refusals import refusal
 from tests.support.marks import quick_and_slow
 from vllm_gaudi_spec.config import NATIVE
 from vllm_gaudi_spec.devices.hpu import backend as hpu
@@ -86,10 +85,3 @@ def test_deepseek_mtp_in_fp8_blocks(tmp_path: Path) -> None:
     quantized, _ = rewritten(mtp_checkpoints.save("deepseek-v3", tmp_path / "plain"), "fp8-block", tmp_path)
     kept = {torch.float8_e4m3fn, torch.float32}
     texts_with_and_without_drafts(quantized, NATIVE, speculative=MTP, least=5, kept_as=kept)
-
-
-def test_scales_for_another_card_are_refused(looping_llama: str, calibrated: Calibrated, tmp_path: Path) -> None:
-    serving = calibrated.serving("target", METHODS[0])
-    with quantizing(serving):
-        options = {"additional_config": {"gaudi_spec": {"fp8_range": "gaudi3"}}}
-        assert "is not that of this gaudi2" in refusal(looping_llama, **options)

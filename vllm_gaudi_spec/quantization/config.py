@@ -167,7 +167,7 @@ class LoadContext:
     world: int
     """The number of ranks, each with its own files."""
     fp8_range: str | None
-    """The card whose e4m3 range is simulated, or None for that of the scales."""
+    """The card whose e4m3 range the device has, or None for that of the scales."""
     apart: Collection[nn.Module] = ()
     """Modules that are left unchanged: those shared with another model, and latent attention's."""
 

@@ -21,7 +21,7 @@ KV_DTYPE = torch.float8_e4m3fn
 
 
 def kv_range(fp8_range: str | None) -> str:
-    """Return the card whose e4m3 range KV uses: the device's or the user's choice, else a simulated Gaudi 3's.
+    """Return the card whose e4m3 range KV uses: the device, else a simulated Gaudi 3.
 
     Scales of checkpoints are made for the range of a Gaudi 3.
     """

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl
 from vllm_gaudi_spec.attention.operations import OWN
-from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, E4M3_MAX, FP8_KV, GAUDI2, Options, UnsupportedConfigError
+from vllm_gaudi_spec.config import E4M3_MAX, FP8_KV, GAUDI2, Options, UnsupportedConfigError
 from vllm_gaudi_spec.quantization.config import LoadContext, drafter_config, target_config
 from vllm_gaudi_spec.quantization.kv_scheme import suggest_model_dtype
 from vllm_gaudi_spec.quantization.layers import KV_DTYPE, Fp8Cache, kv_range
@@ -36,8 +36,6 @@ class Quantization:
 
     quant_config: QuantConfig
     model: str
-    fp8_range: str | None
-    """The option `fp8_range`."""
     shared_with: nn.Module | None = None
     """A model with which this one may share modules."""
 
@@ -45,15 +43,15 @@ class Quantization:
     def of_target(cls, vllm_config: VllmConfig) -> Quantization | None:
         if (quant_config := target_config()) is None:
             return None
-        return cls(quant_config, vllm_config.model_config.model, Options.from_vllm(vllm_config).fp8_range)
+        return cls(quant_config, vllm_config.model_config.model)
 
     @classmethod
     def of_drafter(cls, vllm_config: VllmConfig, target: nn.Module) -> Quantization | None:
-        options, speculative = Options.from_vllm(vllm_config), vllm_config.speculative_config
-        quant_config = drafter_config(options)
+        speculative = vllm_config.speculative_config
+        quant_config = drafter_config(Options.from_vllm(vllm_config))
         if quant_config is None or speculative is None:
             return None
-        return cls(quant_config, speculative.draft_model_config.model, options.fp8_range, target)
+        return cls(quant_config, speculative.draft_model_config.model, target)
 
     def apply(self, model: nn.Module, backend: DeviceBackend) -> Measuring | None:
         shared = set() if self.shared_with is None else set(self.shared_with.modules())
@@ -71,7 +69,7 @@ class Quantization:
             model=self.model,
             rank=get_tensor_model_parallel_rank(),
             world=get_tensor_model_parallel_world_size(),
-            fp8_range=choose_fp8_range(backend, self.fp8_range),
+            fp8_range=backend.weights.fp8_range,
             apart=shared | latent,
         )
         return backend.weights.quantize(model, self.quant_config, load_context)
@@ -86,17 +84,6 @@ def _latent(model: nn.Module) -> Iterator[nn.Module]:
         if isinstance(module, MLAAttention):
             yield module.impl
             yield module.kv_b_proj
-
-
-def choose_fp8_range(backend: DeviceBackend, requested: str | None) -> str | None:
-    """Return the card whose e4m3 range is used. `requested` is the option `fp8_range`."""
-    device_range = backend.weights.fp8_range
-    if requested is not None and device_range is not None and requested != device_range:
-        raise UnsupportedConfigError(
-            f"fp8_range {requested} in additional_config.{ADDITIONAL_CONFIG_KEY} is not that of this {device_range}; "
-            "leave it out."
-        )
-    return device_range or requested
 
 
 _GAUDI2_FACTOR = 2.0
@@ -119,7 +106,7 @@ def quantize_kv(vllm_config: VllmConfig, backend: DeviceBackend, model: str, oth
         return
     make = backend.weights.fp8_arithmetic
     assert make is not None, "refused at start-up"
-    fp8_range = kv_range(choose_fp8_range(backend, Options.from_vllm(vllm_config).fp8_range))
+    fp8_range = kv_range(backend.weights.fp8_range)
     arithmetic = make(E4M3_MAX[fp8_range])
     every: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     layers = {

@@ -133,9 +133,6 @@ def quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> It
             yield f"{drafter.option} is for drafters that are models; leave it out."
             return
         quantized.append((drafter, spec_config.draft_model_config))
-    if not quantized and options.fp8_range is not None and vllm_config.cache_config.cache_dtype != FP8_KV:
-        name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.fp8_range"
-        yield f"{name} is for QUANT_CONFIG and --kv-cache-dtype fp8; leave it out."
     if target is not None and options.cpu_weights is not None:
         name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.cpu_weights"
         yield f"QUANT_CONFIG decides the format of weights; leave {name} out."

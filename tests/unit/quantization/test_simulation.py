@@ -59,11 +59,17 @@ def scales(**changes: Any) -> Record:
     return Record(**(fields | changes))
 
 
-def apply(folder: Path, record: Record | None = None, apart: tuple[str, ...] = (), **fields: Any) -> Model:
+def apply(
+    folder: Path,
+    record: Record | None = None,
+    apart: tuple[str, ...] = (),
+    fp8_range: str | None = None,
+    **fields: Any,
+) -> Model:
     if record is not None:
         write_files(folder / "inc", record, METHOD)
     model = Model()
-    context = replace(ALONE, apart=[model.get_submodule(name) for name in apart])
+    context = replace(ALONE, fp8_range=fp8_range, apart=[model.get_submodule(name) for name in apart])
     config = read(folder, dump_stats_path=str(folder / "inc"), **dict(scale_method=METHOD) | fields)
     simulation.apply(model, config, context, HostArithmetic)
     return model
@@ -142,6 +148,11 @@ def test_range_is_that_of_the_scales(tmp_path: Path) -> None:
     for card, largest in (("gaudi2", 240.0), ("gaudi3", 448.0), ("", 240.0)):
         model = apply(tmp_path, scales(device=card))
         assert model.impl.softmax.output(torch.tensor([1e4])).item() == largest
+
+
+def test_scales_for_another_card_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedConfigError, match="are for gaudi2, but this device computes like gaudi3"):
+        apply(tmp_path, scales(device="gaudi2"), fp8_range="gaudi3")
 
 
 def test_measuring_needs_the_calibrations_observers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
