@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -61,17 +58,6 @@ def explain_pickled_weights(model: str, file: str | Path) -> str:
 
 REFUSED_ADAPTER = "cannot be served"
 """Part of every message about a bad LoRA adapter. The server recognizes it, as errors arrive there as text."""
-
-
-def read_named_file(path: str | Path) -> str:
-    """Return the text of a file that an option names.
-
-    Raises:
-        OSError: The file is not a plain file. Reading a device or a pipe may never end.
-    """
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.EINVAL, "not a plain file", str(path))
-    return Path(path).read_text()
 
 
 def ranks_in_step(vllm_config: VllmConfig, model: ModelConfig | None = None) -> int:

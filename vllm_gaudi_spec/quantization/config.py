@@ -10,16 +10,10 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from vllm_gaudi_spec.config import (
-    ADDITIONAL_CONFIG_KEY,
-    FLOAT32,
-    FP8_KV,
-    Options,
-    UnsupportedConfigError,
-    read_named_file,
-)
+from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, FLOAT32, FP8_KV, Options, UnsupportedConfigError
 from vllm_gaudi_spec.environment import QUANT_CONFIG
 from vllm_gaudi_spec.quantization import files
 
@@ -111,7 +105,7 @@ class QuantConfig:
     def read(cls, path: str, option: str) -> QuantConfig:
         """Read and check the file that `option` names."""
         try:
-            fields = json.loads(read_named_file(path))
+            fields = json.loads(Path(path).read_text())
         except OSError as error:
             raise UnsupportedConfigError(f"{option}: {path} cannot be read: {error.strerror}.") from None
         except (ValueError, RecursionError) as error:
