@@ -673,15 +673,6 @@ def test_l06_models_that_write_through_views_are_refused_in_lazy_mode(
     check_reasons(models._graph_refusals(model, dataclasses.replace(traits, updates_views=True)), None)
 
 
-def test_gemma3n_without_timm_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "_PACKAGES", {"LlamaForCausalLM": "no_package_of_this_name"})
-    line = r"\(LlamaForCausalLM\) needs the package no_package_of_this_name, for text too; run `pip install no_pack"
-    with pytest.raises(UnsupportedConfigError, match=line):
-        refusals.refuse_unsupported(engine_config(tmp_path, None), backend_of("cpu"))
-    monkeypatch.setattr(models, "_PACKAGES", {"LlamaForCausalLM": "torch"})
-    refusals.refuse_unsupported(engine_config(tmp_path, None), backend_of("cpu"))
-
-
 @pytest.mark.parametrize(
     ("named", "parts", "attn_res_block_size"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -75,9 +74,6 @@ def _single_model_refusals(model: ModelConfig) -> Iterator[str]:
             f"vLLM's {model.architecture} takes embeddings in place of tokens, which is not supported; use another "
             "model."
         )
-    for name in model.architectures:
-        if (package := _PACKAGES.get(name)) is not None and importlib.util.find_spec(package) is None:
-            yield f"{model.model} ({name}) needs the package {package}, for text too; run `pip install {package}`."
     if model.supports_multimodal_inputs and model.runner_type == "draft":
         yield f"Drafter {model.model} takes images, audio or video; use a text-only model."
     if has_states(model) and model.runner_type == "draft":
@@ -247,8 +243,6 @@ def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
 
 # vLLM classes that take embeddings only, even for text.
 _EMBEDDINGS_ONLY = ("VoxtralRealtimeGeneration",)
-# Packages that the towers of vLLM classes need. Towers are constructed even if only text is served.
-_PACKAGES = {"Gemma3nForConditionalGeneration": "timm"}
 # vLLM classes whose text is served, but whose images and sound were never compared with transformers.
 _TEXT_ONLY = ("Gemma3nForConditionalGeneration",)
 # vLLM classes that pass ALiBi slopes to their layers.
