@@ -269,22 +269,10 @@ class CapturingPlatform(SpecPlatform):
 
 
 def _choose_scheduler(config: SchedulerConfig) -> None:
-    """Set one of our schedulers, or accept a subclass of it. Others neither limit nor count drafts."""
-    ours, theirs = _SCHEDULERS[bool(config.async_scheduling)], config.scheduler_cls
-    if theirs is None or theirs in _SCHEDULERS.values():
-        config.scheduler_cls = ours
-        return
-    try:
-        chosen = resolve_obj_by_qualname(theirs) if isinstance(theirs, str) else theirs
-    except (ImportError, AttributeError, ValueError) as error:
-        message = f"Scheduler class {theirs} cannot be loaded: {error}; correct it, or leave out --scheduler-cls."
-        raise UnsupportedConfigError(message) from error
-    if not (isinstance(chosen, type) and issubclass(chosen, resolve_obj_by_qualname(ours))):
-        name = theirs if isinstance(theirs, str) else theirs.__qualname__
-        raise UnsupportedConfigError(
-            f"Scheduler class {name} does not derive from {ours}, which limits and counts drafts; derive it from that, "
-            "or leave out --scheduler-cls. The base class depends on --async-scheduling."
-        )
+    """Set one of our schedulers. Others neither limit nor count drafts."""
+    if config.scheduler_cls not in (None, *_SCHEDULERS.values()):
+        raise UnsupportedConfigError("Schedulers other than ours are not supported; leave out --scheduler-cls.")
+    config.scheduler_cls = _SCHEDULERS[bool(config.async_scheduling)]
 
 
 def _warn_about_unused_options(vllm_config: VllmConfig) -> None:

@@ -1,6 +1,6 @@
 """vLLM's schedulers with adaptive verification, drafter health, audits and our own metrics.
 
-The platform always sets `scheduler_cls` to one of them. A user's scheduler must derive from one of them.
+The platform always sets `scheduler_cls` to one of them.
 """
 
 from __future__ import annotations
