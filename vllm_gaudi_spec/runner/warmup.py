@@ -165,7 +165,7 @@ def _time_steps(runner: ModelRunner, widths: tuple[int, ...], max_tokens: int) -
 def _time_step(runner: ModelRunner, rows: int, num_drafts: int) -> float:
     """Return the seconds of a decode that follows others like it. The host does not wait between them."""
     shape = runner.shapes.decode(1 + num_drafts, [], rows)
-    sample_shape = runner.sample_shapes.fit(1 + num_drafts, [1 + num_drafts] * rows, Branch())
+    sample_shape = runner.sample_shapes.fit(1 + num_drafts, [1 + num_drafts] * min(rows, runner.max_rows), Branch())
     started = 0.0
     for step in range(1 + _TIMED_STEPS):
         if step == 1:  # the first run may be slower

@@ -13,7 +13,7 @@ from tests.support.warm_up import listed, run_jobs
 from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer
 from vllm_gaudi_spec.graphs import Job
 from vllm_gaudi_spec.records import Shape
-from vllm_gaudi_spec.runner import warmup
+from vllm_gaudi_spec.runner import shapes, warmup
 from vllm_gaudi_spec.runner.warmup import jobs, manifest, should_run
 
 METHODS = (None, "ngram", "ngram_gpu", "draft_model", PARALLEL, RETOKENIZE, STANDARD, *HEADS)
@@ -92,6 +92,16 @@ def test_warm_up_times_decodes_of_each_size_and_number_of_drafts(
     engine.add("first", prompt, SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))
     engine.finish()
     assert engine.texts["first"] == greedy_text(prompt, 30)
+
+
+def test_warm_up_times_a_bucket_of_more_rows_than_may_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `batch_buckets` beyond `--max-num-seqs`: a sampling pass never has more rows than that."""
+    monkeypatch.setattr(shapes, "batch_sizes", lambda largest, coarse: (largest + 1,))
+    runner = SmallEngine(Variant("draft_model", backend=CompilingBackend, adaptive=True), tmp_path).runner
+    with torch.inference_mode():
+        times = warmup._time_steps(runner, runner.speculation.widths, -1)
+    assert [*times] == [runner.max_rows + 1]
+    assert not runner.recorder.unexpected
 
 
 def test_decodes_without_graphs_count_as_much_as_those_of_fewer_rows(
