@@ -151,7 +151,7 @@ def _time_steps(runner: ModelRunner, widths: tuple[int, ...], max_tokens: int) -
     """
     times: dict[int, list[float]] = {}
     seconds: dict[int, float] = {}
-    for rows in runner.shapes.decode_rows:
+    for rows in dict.fromkeys(rows for rows, _ in runner.shapes.decode_sizes()):
         numbers = [
             num for num in (0, *widths) if num not in seconds or max_tokens < 0 or rows * (1 + num) <= max_tokens
         ]

@@ -8,7 +8,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend
-from tests.support.small_engine import HEADS, PARALLEL, RETOKENIZE, STANDARD, SmallEngine, Variant, greedy_text
+from tests.support.small_engine import HEADS, PARALLEL, RETOKENIZE, SCARCE, STANDARD, SmallEngine, Variant, greedy_text
 from tests.support.warm_up import listed, run_jobs
 from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer
 from vllm_gaudi_spec.graphs import Job
@@ -94,13 +94,22 @@ def test_warm_up_times_decodes_of_each_size_and_number_of_drafts(
     assert engine.texts["first"] == greedy_text(prompt, 30)
 
 
-def test_warm_up_times_a_bucket_of_more_rows_than_may_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with `batch_buckets` beyond `--max-num-seqs`: a sampling pass never has more rows than that."""
-    monkeypatch.setattr(shapes, "batch_sizes", lambda largest, coarse: (largest + 1,))
-    runner = SmallEngine(Variant("draft_model", backend=CompilingBackend, adaptive=True), tmp_path).runner
+@pytest.mark.parametrize(("num_blocks", "num_timed"), [(SCARCE, 2), (1, 1)])
+def test_warm_up_times_buckets_of_more_rows_than_may_run(
+    num_blocks: int, num_timed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`batch_buckets` may go beyond `--max-num-seqs`, and either beyond the rows that the KV blocks are enough for."""
+    divide = shapes.divided_powers
+
+    def list_two(least: int, most: int, *others: int) -> tuple[int, ...]:
+        return (most, most + 1) if least == 1 else divide(least, most, *others)
+
+    monkeypatch.setattr(shapes, "divided_powers", list_two)
+    variant = Variant("draft_model", backend=CompilingBackend, adaptive=True, num_blocks=num_blocks)
+    runner = SmallEngine(variant, tmp_path).runner
     with torch.inference_mode():
         times = warmup._time_steps(runner, runner.speculation.widths, -1)
-    assert [*times] == [runner.max_rows + 1]
+    assert [*times] == [runner.max_rows, runner.max_rows + 1][:num_timed]
     assert not runner.recorder.unexpected
 
 
