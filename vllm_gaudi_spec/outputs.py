@@ -45,6 +45,8 @@ class SpecSchedulerOutput(SchedulerOutput):
     """None if it has not changed."""
     skip_reason: str = NoDraftReason.LOAD
     """Why no request drafts after this step, if `num_spec_tokens_to_schedule` is 0: a `NoDraftReason`."""
+    loaded_blocks: list[int] = field(default_factory=list)
+    """KV blocks that a KV connector fills for requests, from this step on."""
     state_loads: dict[str, int] = field(default_factory=dict)
     """Maps a request that starts from a snapshot of its recurrent state to the slot to read before the forwards."""
     state_saves: dict[str, int] = field(default_factory=dict)

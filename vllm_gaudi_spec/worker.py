@@ -8,7 +8,7 @@ import multiprocessing
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -31,8 +31,15 @@ from vllm_gaudi_spec.upstream.distributed import (
     destroy_distributed_environment,
     destroy_model_parallel,
     ensure_model_parallel_initialized,
+    get_pp_group,
     get_tp_group,
     init_distributed_environment,
+)
+from vllm_gaudi_spec.upstream.kv_transfer import (
+    ensure_kv_transfer_initialized,
+    ensure_kv_transfer_shutdown,
+    get_kv_transfer_group,
+    has_kv_transfer_group,
 )
 from vllm_gaudi_spec.upstream.worker import (
     CompilationTimes,
@@ -159,7 +166,15 @@ class Worker(WorkerBase):
 
     @torch.inference_mode()
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
+        ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
         self.model_runner.initialize_kv_cache(kv_cache_config)
+
+    def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any] | None:
+        """Return what other servers need to read this rank's KV, by pipeline and tensor-parallel rank."""
+        if not has_kv_transfer_group() or (metadata := get_kv_transfer_group().get_handshake_metadata()) is None:
+            return None
+        return {(get_pp_group().rank_in_group, get_tp_group().rank_in_group): metadata}
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         started = time.perf_counter()
@@ -276,6 +291,7 @@ class Worker(WorkerBase):
         self.model_runner.reset_encoder_cache()
 
     def shutdown(self) -> None:
+        ensure_kv_transfer_shutdown()
         if getattr(self, "model_runner", None) is not None:
             if getattr(self.model_runner, "target", None) is not None:
                 self.model_runner.save_measurements()

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, PretrainedConfig
 from vllm import SamplingParams
-from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
 from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
@@ -285,6 +285,19 @@ RETOKENIZE = dict(universal_context="retokenize")
 SLEM = RETOKENIZE | dict(universal_match="slem")
 EXTENSION = dict(worker_extension_cls="the.calibration")
 PROCESSORS = dict(logits_processors=["vllm.v1.sample.logits_processor:MinPLogitsProcessor"])
+WHOLE_PROMPTS = dict(enable_chunked_prefill=False, max_num_batched_tokens=2048)
+
+
+def connecting(names: str | tuple[str, ...], *, recomputes: bool = False) -> dict[str, Any]:
+    """Options that connect by this connector, or by several."""
+    config: dict[str, Any] = dict(kv_connector=names)
+    if isinstance(names, tuple):
+        parts = [dict(kv_connector=name, kv_role="kv_both") for name in names]
+        config = dict(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": parts})
+    policy = "recompute" if recomputes else "fail"
+    return dict(kv_transfer_config=KVTransferConfig(**config, kv_role="kv_both", kv_load_failure_policy=policy))
+
+
 THRESHOLD = "scheduler_config.long_prefill_token_threshold"
 
 # Why a configuration is refused, or None, and what it differs in: its `speculative` configuration, `options` of vLLM,
@@ -344,6 +357,17 @@ REFUSED: list[Any] = [
     ("format pt reads pickles", dict(options=dict(load_format="pt"))),
     ("format npcache reads", dict(speculative=DRAFT | dict(draft_load_config={"load_format": "npcache"}))),
     ("Schedulers other than ours .*leave out --scheduler-cls", dict(options=dict(scheduler_cls="somebody.Scheduler"))),
+    # KV connectors
+    (None, dict(options=connecting("NixlConnector", recomputes=True))),
+    (None, dict(options=connecting("ExampleConnector") | WHOLE_PROMPTS)),
+    (None, dict(options=connecting(("NixlConnector", "ExampleConnector")) | WHOLE_PROMPTS)),
+    ("not supported on hpu; leave out --kv-transfer-config", dict(options=connecting("NixlConnector"), device="hpu")),
+    ("LMCacheConnectorV1 is not supported; use", dict(options=connecting("LMCacheConnectorV1"))),
+    ("OffloadingConnector is not", dict(options=connecting(("NixlConnector", "OffloadingConnector")))),
+    ("use --no-enable-chunked-prefill", dict(options=connecting("ExampleConnector"))),
+    ("one rank without", dict(options=connecting("ExampleConnector") | WHOLE_PROMPTS | dict(enable_lora=True))),
+    ("recompute is for", dict(options=connecting("ExampleConnector", recomputes=True) | WHOLE_PROMPTS)),
+    ("connectors are for models", dict(options=connecting("NixlConnector") | dict(runner="pooling"))),
     (None, dict(options=dict(runner="pooling"))),
     (None, dict(options=dict(runner="pooling", hf_overrides={"is_causal": False}))),
     ("Pooling models are not served on hpu yet", dict(options=dict(runner="pooling"), device="hpu")),

@@ -77,6 +77,8 @@ class DeviceTraits:
     prefill_step: int = 0
     """The smallest difference of prefill buckets between powers of two, where padding costs more than another shape. 0:
     only powers of two."""
+    shares_kv_caches: bool = False
+    """Whether a layer's KV cache is one tensor in vLLM's layout, which KV connectors can read and write."""
     selects_keys: bool = False
     """Whether sparse attention, whose keys an indexer selects, was compared with another implementation."""
     media_models: tuple[str, ...] = ()

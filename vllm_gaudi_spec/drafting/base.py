@@ -155,6 +155,10 @@ class ReadBlocks:
         for seen, size in zip(self._seen, self._sizes, strict=True):
             seen[row] = num_computed // size
 
+    def load(self, block_ids: list[int]) -> None:
+        """Record that a KV connector fills blocks, with the drafter's part if the drafter keeps up."""
+        self._read_np[block_ids] = max(self._sizes, default=0) if self._keeps_up else 0
+
     def clear_new(self) -> None:
         """Initialize the blocks that rows got since the last call, which held other tokens before."""
         for table, counts, seen, size in zip(self._tables, self._counts, self._seen, self._sizes, strict=True):

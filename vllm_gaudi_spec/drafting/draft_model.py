@@ -162,6 +162,7 @@ class DraftModelKVSync(DrafterKVSync):
     # --- host ---
 
     def on_admitted(self) -> None:
+        self._blocks.load(self._requests.loaded_blocks)
         for request in self._requests.admitted:
             self._blocks.admit(request.row, request.num_computed)
             self._arrived.add(request.row)

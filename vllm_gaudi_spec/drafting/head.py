@@ -99,6 +99,7 @@ class HeadKVSync(DrafterKVSync):
     # --- host ---
 
     def on_admitted(self) -> None:
+        self._blocks.load(self._requests.loaded_blocks)
         for request in self._requests.admitted:
             self._blocks.admit(request.row, request.num_computed)
         self._blocks.clear_new()

@@ -18,6 +18,7 @@ from vllm_gaudi_spec.config import (
 from vllm_gaudi_spec.quantization.config import target_config
 from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED, format_of, is_native
 from vllm_gaudi_spec.quantization.kv_scheme import suggest_model_dtype
+from vllm_gaudi_spec.recurrent.table import has_states
 from vllm_gaudi_spec.upstream.release import uses_older_ray_executor
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ _UNSUPPORTED = {
     "aux_output_config.enable_return_routed_experts": "--enable-return-routed-experts",
     "diffusion_config": "--diffusion-config",
     "ec_transfer_config": "--ec-transfer-config",
-    "kv_transfer_config": "--kv-transfer-config",
     "watermark_config": "--watermark-config",
     "weight_transfer_config": "--weight-transfer-config",
 }
@@ -60,6 +60,7 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
     for path, option in _UNSUPPORTED.items():
         if attrgetter(path)(vllm_config) not in (None, False, 0):
             yield f"{option} is not supported; leave it out."
+    yield from _connector_refusals(vllm_config, backend)
     yield from _profiler_refusals(vllm_config)
     yield from _kv_dtype_refusals(vllm_config, backend)
     if model.is_diffusion:
@@ -69,6 +70,36 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
     for name, instead in _VLLM_ASCEND_OPTIONS.items():
         if name in (vllm_config.additional_config or {}):
             yield f"additional_config.{name} is vllm-ascend's and is not read here; leave it out{instead}."
+
+
+_CONNECTORS = ("ExampleConnector", "NixlConnector")
+"""vLLM's connectors that were run here, by themselves or in a MultiConnector."""
+
+
+def _connector_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+    config, model = vllm_config.kv_transfer_config, vllm_config.model_config
+    if config is None:
+        return
+    leave_out = "leave out --kv-transfer-config"
+    if not backend.traits.shares_kv_caches:
+        yield f"KV connectors are not supported on {backend.traits.name}; {leave_out}."
+    if model.runner_type == "pooling" or has_states(model):
+        yield f"KV connectors are for models that generate and keep all context in KV; {leave_out} for {model.model}."
+    parts = [vars(config)]
+    if config.kv_connector == "MultiConnector":
+        parts = config.kv_connector_extra_config.get("connectors", [])
+    names = {str(part.get("kv_connector")) for part in parts}
+    if others := sorted(names - set(_CONNECTORS)):
+        yield f"KV connector {others[0]} is not supported; use {' or '.join(_CONNECTORS)} in --kv-transfer-config."
+    if config.kv_load_failure_policy == "recompute" and names - {"NixlConnector"}:
+        # A connector that loads before a forward may report the failure when the step's tokens are sampled.
+        yield "kv_load_failure_policy recompute is for NixlConnector alone; set it to fail in --kv-transfer-config."
+    if "ExampleConnector" in names:
+        # It stores a prompt whole after its first chunk, under a name that follows from the tokens alone.
+        if vllm_config.scheduler_config.enable_chunked_prefill:
+            yield "ExampleConnector cannot store prompts in chunks; use --no-enable-chunked-prefill."
+        if vllm_config.parallel_config.world_size > 1 or vllm_config.lora_config is not None:
+            yield "ExampleConnector stores the KV of one rank without adapters; use NixlConnector."
 
 
 def _profiler_refusals(vllm_config: VllmConfig) -> Iterator[str]:

@@ -42,9 +42,13 @@ class ModelRunner(RunnerParts):
     def execute_model(self, scheduled: SpecSchedulerOutput) -> ModelRunnerOutput | None:
         """Prepare and run the forwards. Return None if `sample_tokens` returns the step's output."""
         self.apply(scheduled)
+        for extension in self.extensions:
+            extension.before_forwards(scheduled)
         if not scheduled.total_num_scheduled_tokens:
             # vLLM runs this step after the last request ended. The next step may come long after it.
-            return CountedOutput([], {}, worked=self.recorder.make_counts(self.backend, is_last=True))
+            idle = CountedOutput([], {}, worked=self.recorder.make_counts(self.backend, is_last=True))
+            self.end_step(idle)
+            return idle
         self.scheduled = scheduled
         num_drafts = self.max_scheduled_drafts(scheduled)
         self.pending = plan_batches(scheduled, self.requests, self.shapes, num_drafts, self.drafting.lookahead)
@@ -84,6 +88,7 @@ class ModelRunner(RunnerParts):
         grammars = {} if constraints is None else read_grammars(constraints, self.scheduled)
         self.report = self.finish(pending, grammars, max_drafts)
         self.report.worker_counts = self.recorder.make_counts(self.backend)
+        self.end_step(self.report)
         self.batches = []
         self.backend.graphs.step_done()
         return self.report if self.async_scheduling else self.read(self.report, max_drafts)
@@ -96,6 +101,10 @@ class ModelRunner(RunnerParts):
         return self.drafting.get_draft_token_ids(report.step)
 
     # --- the parts of a step ---
+
+    def end_step(self, output: ModelRunnerOutput | Report) -> None:
+        for extension in self.extensions:
+            extension.end_step(output)
 
     def fit(self, planned: list[Planned]) -> list[Planned]:
         """Return the batches that this rank runs."""

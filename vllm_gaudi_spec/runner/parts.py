@@ -21,6 +21,7 @@ from vllm_gaudi_spec.runner.extensions.adapters import Adapters
 from vllm_gaudi_spec.runner.extensions.custom_processors import CustomProcessors
 from vllm_gaudi_spec.runner.extensions.data_parallel import DataParallelLockstep
 from vllm_gaudi_spec.runner.extensions.encoders import Encoders
+from vllm_gaudi_spec.runner.extensions.kv_connector import KVConnector
 from vllm_gaudi_spec.runner.extensions.media_store import MediaStore
 from vllm_gaudi_spec.runner.extensions.multimodal import Multimodal
 from vllm_gaudi_spec.runner.extensions.pooling import Pooling, get_output_format
@@ -196,7 +197,8 @@ class RunnerParts:
         if ranks_in_step(self.vllm_config) > 1:
             # One decode, and at most one chunk per request.
             found.append(DataParallelLockstep(self.shapes, max_forwards=1 + self.max_rows))
-        found += [target.adapters, self.pooling, self.custom]
+        connector = KVConnector.load(self.vllm_config, self.kv_cache, self.speculation, self.drafter)
+        found += [target.adapters, self.pooling, self.custom, connector]
         self.extensions = [extension for extension in found if extension is not None]
 
     def _make_sampling(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
 from vllm_gaudi_spec.graphs import report_signature, report_sizes
 from vllm_gaudi_spec.outputs import CountedOutput, SpeculativeOutput
@@ -141,6 +141,7 @@ class Report(AsyncModelRunnerOutput):
         """The step on the host; None until `get_output` was called."""
         self.worker_counts: WorkerCounts | None = None
         """Counters of the worker, reported with this step."""
+        self.kv_connector_output: KVConnectorOutput | None = None
 
     def to_host(self) -> StepResult:
         """Wait for the copy and return the step on the host."""
@@ -158,8 +159,8 @@ class Report(AsyncModelRunnerOutput):
         verified, drafts = _move_tensors(self._sent, cut)
         return replace(self._sent, verification=verified, drafts=drafts)
 
-    def get_kv_connector_output(self) -> None:
-        """Return nothing: no step transfers KV."""
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        return self.kv_connector_output
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the copy and return vLLM's record. This can be called only once."""
@@ -168,6 +169,7 @@ class Report(AsyncModelRunnerOutput):
         names = [request.req_id for request in (*step.requests, *step.unfinished)]
         common: dict[str, Any] = dict(
             worked=self.worker_counts,
+            kv_connector_output=self.kv_connector_output,
             req_ids=names,
             req_id_to_index=dict(zip(names, range(len(names)), strict=True)),
             sampled_token_ids=[*sampled, *([] for _ in step.unfinished)],

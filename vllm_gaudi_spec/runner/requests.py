@@ -64,6 +64,8 @@ class Requests:
         """Rows that lost their request in the last `apply`."""
         self.ended: list[str] = []
         """Requests that finished with the last `apply`."""
+        self.loaded_blocks: list[int] = []
+        """KV blocks that a KV connector fills from the last `apply` on."""
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._seed = seed
         self._num_seen = 0
@@ -110,6 +112,7 @@ class Requests:
         self.admitted.clear()
         self.freed_rows.clear()
         self.ended.clear()
+        self.loaded_blocks = scheduled.loaded_blocks
         for req_id in sorted(scheduled.finished_req_ids):
             if (request := self.by_id.pop(req_id, None)) is not None:
                 self._free_row(request)

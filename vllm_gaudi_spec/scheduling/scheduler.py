@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec import metrics
+from vllm_gaudi_spec import metrics, upstream
 from vllm_gaudi_spec.config import Options, Speculation
 from vllm_gaudi_spec.device_table import load_backend
 from vllm_gaudi_spec.metrics import StepMetrics
@@ -68,6 +69,8 @@ class _Speculating(Scheduler):
         # Prefixes of models without KV are found by their snapshots alone. vLLM's KV cache manager asserts that there
         # is KV to look up, so it is built without prefix caching.
         vllm_config.cache_config.enable_prefix_caching = caches_prefixes and bool(kv_cache_config.kv_cache_groups)
+        if vllm_config.kv_transfer_config is not None:
+            upstream.recompute_one_token_beyond_blocks()
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         vllm_config.cache_config.enable_prefix_caching = caches_prefixes
         self.kv_cache_manager.enable_caching = caches_prefixes
@@ -88,10 +91,13 @@ class _Speculating(Scheduler):
         if options.audit_every and speculation is not None:
             self._audits = Audits(options.audit_every, self.vllm_config, speculation, self.step_metrics)
         self._snapshots: Snapshots | None = None
+        self._num_local: dict[str, int] = {}
+        """Maps a request being scheduled to the number of tokens found in the prefix cache."""
         self._starts: dict[str, int] = {}
         """Maps a request being scheduled to the number of tokens covered by its snapshot."""
         if num_slots := num_snapshots(self.vllm_config, options.state_snapshots):
             self.keep_snapshots(num_slots)
+        self._block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
         self._num_chosen = 0
         """The number of drafts per row that was chosen in the most recent step."""
         self._last: tuple[float, AdaptiveStep | None] = (0.0, None)
@@ -122,7 +128,10 @@ class _Speculating(Scheduler):
             for request in self._audits.start(self.max_num_running_reqs):
                 self.add_request(request)
         self._starts.clear()
+        self._num_local.clear()
         scheduled = SpecSchedulerOutput(**vars(super().schedule(throttle_prefills)))
+        if self.connector is not None:
+            scheduled.loaded_blocks = self._list_loaded_blocks(scheduled)
         if not self.use_v2_model_runner:
             # vLLM leaves out images whose tokens are in the prefix cache. After a preemption those may no longer be
             # cached, and vLLM does not send the images again.
@@ -152,6 +161,7 @@ class _Speculating(Scheduler):
     def _get_local_prefix_cache_hit(self, request: Request, *limit: int | None) -> tuple[KVCacheBlocks, int, int, bool]:
         """Return vLLM's prefix cache hit, cut to the longest prefix that has a snapshot of the recurrent states."""
         blocks, num_found, boundary, diverged = super()._get_local_prefix_cache_hit(request, *limit)
+        self._num_local[request.request_id] = num_found
         if self._snapshots is None or not self.kv_cache_manager.prefix_cache_lookup_enabled(request):
             return blocks, num_found, boundary, diverged
         groups = self.kv_cache_config.kv_cache_groups
@@ -163,6 +173,16 @@ class _Speculating(Scheduler):
             blocks, boundary = self.kv_cache_manager.truncate_computed_blocks(blocks, num_cut), num_found
         self._starts[request.request_id] = num_cut
         return blocks, num_cut, boundary, diverged
+
+    def _list_loaded_blocks(self, scheduled: SpecSchedulerOutput) -> list[int]:
+        """Return the blocks with tokens that the connector loads and the prefix cache did not have."""
+        found: list[int] = []
+        for req_id, num_local in self._num_local.items():
+            end = self.requests[req_id].num_computed_tokens - scheduled.num_scheduled_tokens.get(req_id, 0)
+            if end > num_local:
+                groups = zip(self.kv_cache_manager.get_block_ids(req_id), self._block_sizes, strict=True)
+                found += chain.from_iterable(ids[num_local // size : -(-end // size)] for ids, size in groups)
+        return found
 
     def _mamba_block_aligned_split(
         self,

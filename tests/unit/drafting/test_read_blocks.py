@@ -10,6 +10,21 @@ from vllm_gaudi_spec.drafting.base import ReadBlocks
 ROWS, SIZES, LONGEST = 5, (4, 8), 40
 
 
+def test_loaded_block_has_what_a_connector_transfers() -> None:
+    """Whatever the drafter had read of the tokens that a block held before."""
+    requests = SimpleNamespace(
+        tables_np=[np.array([[3, 5, 0, 0]])], block_sizes=(4,), num_blocks=[np.array([2], dtype=np.int64)]
+    )
+    for keeps_up, read in ((True, 8), (False, 4)):
+        blocks = ReadBlocks(requests, 6, [0], keeps_up=keeps_up)
+        blocks.record_read(*(np.array([number]) for number in (0, 0, 8)))
+        blocks.load([5])
+        assert blocks.count_read(0, 8) == read
+    assert blocks.count_read(0, 3) == 3
+    blocks.load([3, 5])
+    assert blocks.count_read(0, 8) == 0
+
+
 def test_recording_many_rows_equals_recording_each() -> None:
     rng = random.Random(0)
     widths = [LONGEST // size for size in SIZES]

@@ -53,6 +53,7 @@ def make_backend() -> DeviceBackend:
         smallest_prefill=16,
         decode_step=1,
         prefill_step=16,
+        shares_kv_caches=True,
         selects_keys=True,
         takes_quant_config=True,
         simulates_quantization=True,

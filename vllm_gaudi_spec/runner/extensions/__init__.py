@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vllm.v1.outputs import ModelRunnerOutput
+
     from vllm_gaudi_spec.graphs import Job
     from vllm_gaudi_spec.outputs import SpecSchedulerOutput
     from vllm_gaudi_spec.records import Batch, Planned, Request, StepResult
+    from vllm_gaudi_spec.runner.report import Report
     from vllm_gaudi_spec.runner.requests import Requests
 
 
@@ -20,6 +23,9 @@ class Extension:
 
     def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
         """Follow the scheduler's output, which `requests` has already followed."""
+
+    def before_forwards(self, scheduled: SpecSchedulerOutput) -> None:
+        """Act before the first forward of a step, or in a step without any."""
 
     def fit(self, planned: list[Planned]) -> list[Planned]:
         """Return the batches that this rank runs."""
@@ -40,6 +46,9 @@ class Extension:
 
     def add_to_result(self, step: StepResult) -> None:
         """Add what a step reports besides sampled tokens. `step` is still on the device."""
+
+    def end_step(self, output: ModelRunnerOutput | Report) -> None:
+        """Add what the host knows at the end of a step, before its results are read."""
 
     def after_read(self, requests: list[Request], sampled: list[list[int]]) -> None:
         """Follow the tokens of a step that the host has read. Not called with async scheduling."""

@@ -1,0 +1,73 @@
+"""KV connectors, which save the KV of prompts elsewhere and load it from there.
+
+A connector copies around a step: a captured step cannot call it from within a layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_gaudi_spec.methods import METHODS
+from vllm_gaudi_spec.runner.extensions import Extension
+from vllm_gaudi_spec.upstream.kv_transfer import (
+    ActiveKVConnector,
+    create_forward_context,
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+    override_forward_context,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    from vllm_gaudi_spec.config import Speculation
+    from vllm_gaudi_spec.model import LoadedModel
+    from vllm_gaudi_spec.outputs import SpecSchedulerOutput
+    from vllm_gaudi_spec.runner.kv_cache import KVCache
+    from vllm_gaudi_spec.runner.report import Report
+
+
+class KVConnector(Extension):
+    """Calls this process's connector."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_caches: dict[str, Any]) -> None:
+        """`kv_caches` maps each layer whose KV is transferred to its cache."""
+        self._kv_caches = kv_caches
+        self._connector = get_kv_transfer_group()
+        self._step = ActiveKVConnector(vllm_config, kv_caches)
+        # Some connectors load nothing without metadata, and look for caches in all layers of the context.
+        self._context = create_forward_context(dict.fromkeys(kv_caches), vllm_config)
+        layers = self._context.no_compile_layers
+        self._context.no_compile_layers = {name: layers[name] for name in kv_caches}
+        self._ended: set[str] = set()
+
+    @classmethod
+    def load(
+        cls, vllm_config: VllmConfig, kv_cache: KVCache, speculation: Speculation | None, drafter: LoadedModel | None
+    ) -> KVConnector | None:
+        """Return None if the process has no connector.
+
+        The KV of a draft model stays. It reads a loaded prompt itself, so it may draft on one side only. A head cannot,
+        because the hidden states of the prompt are on the other side.
+        """
+        if not has_kv_transfer_group():
+            return None
+        is_head = speculation is not None and METHODS[speculation.method].is_head
+        stay = () if drafter is None or is_head else drafter.layer_names
+        return cls(vllm_config, {name: cache for name, cache in kv_cache.by_layer.items() if name not in stay})
+
+    def before_forwards(self, scheduled: SpecSchedulerOutput) -> None:
+        self._ended = scheduled.finished_req_ids
+        with override_forward_context(self._context):
+            self._step.pre_forward(scheduled)
+            if scheduled.has_sync_kv_loads:
+                for name in self._kv_caches:
+                    self._connector.wait_for_layer_load(name)
+
+    def end_step(self, output: ModelRunnerOutput | Report) -> None:
+        with override_forward_context(self._context):
+            for name, kv_cache in self._kv_caches.items():
+                self._connector.save_kv_layer(name, kv_cache, None)
+            self._step.finish_forward()
+            output.kv_connector_output = self._step.post_forward(self._ended)

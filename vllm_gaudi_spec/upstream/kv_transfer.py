@@ -1,0 +1,13 @@
+"""KV connectors of this process, the calls around a step as vLLM's second runner makes them, and their context.
+
+Breaks when a connector is called at another point of a step, or looks for its layers elsewhere.
+"""
+
+from vllm.distributed.kv_transfer import (
+    ensure_kv_transfer_initialized,
+    ensure_kv_transfer_shutdown,
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+)
+from vllm.forward_context import create_forward_context, override_forward_context
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
