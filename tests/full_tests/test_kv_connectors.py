@@ -1,0 +1,259 @@
+"""Prompts whose KV another engine computed: the texts are those of one engine, and drafters are as often right."""
+
+import json
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.utils.network_utils import get_open_port
+
+from tests.full_tests import heads, tiny_models
+from tests.full_tests.engines import counter, first_tokens, generate
+from tests.full_tests.prompts import random_prompts
+from tests.full_tests.server import Server
+from tests.full_tests.speculation import accepted, ngram, speculating
+from tests.support.marks import quick_and_slow
+
+TARGET = heads.target("eagle")
+DRAFT_MODEL = dict(method="draft_model", model=TARGET, num_speculative_tokens=3)
+UNIVERSAL = DRAFT_MODEL | dict(method="universal_draft")
+RETOKENIZE = dict(additional_config={"gaudi_spec": {"universal_context": "retokenize"}})
+
+
+# --- a folder, one engine after the other ---
+
+
+@dataclass
+class Said:
+    texts: list[list[int]]
+    accepted: int
+    drafted: int
+    loaded: int
+    """Tokens of prompts whose KV came from the folder."""
+
+
+PROMPTS = heads.texts()
+OTHERS = [list(range(10 + 20 * index, 140 + 20 * index)) for index in range(8)]
+
+
+def params_for(index: int) -> SamplingParams:
+    sampled = {} if index % 2 else dict(temperature=0.8, seed=index)
+    return SamplingParams(**(dict(temperature=0) | sampled), max_tokens=24, ignore_eos=True)
+
+
+def say(
+    folder: Path, speculation: dict[str, Any], *, model: str = TARGET, connector: str = "ExampleConnector", **more: Any
+) -> Said:
+    """Answer all prompts, in blocks that have held something else before."""
+    example = dict(kv_connector="ExampleConnector", kv_role="kv_both")
+    example["kv_connector_extra_config"] = {"shared_storage_path": str(folder)}
+    config = example
+    if connector == "MultiConnector":
+        config = dict(kv_connector=connector, kv_role="kv_both", kv_connector_extra_config={"connectors": [example]})
+    options = dict(
+        kv_transfer_config=KVTransferConfig(**config),
+        enable_chunked_prefill=False,
+        max_num_batched_tokens=512,
+        num_gpu_blocks_override=64,
+        max_num_seqs=8,
+    )
+    with speculating(model, speculation, **options, **more) as llm:
+        generate(llm, OTHERS, heads.greedy(8))
+        before = accepted(llm), counter(llm, "vllm:spec_decode_num_draft_tokens")
+        texts = first_tokens(generate(llm, PROMPTS, [params_for(index) for index in range(len(PROMPTS))]))
+        after = accepted(llm), counter(llm, "vllm:spec_decode_num_draft_tokens")
+        return Said(texts, after[0] - before[0], after[1] - before[1], counter(llm, "vllm:external_prefix_cache_hits"))
+
+
+def check_same(first: Said, second: Said) -> None:
+    assert not first.loaded
+    assert second.loaded > 800
+    assert second.texts == first.texts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kv")
+
+
+@pytest.fixture(scope="module")
+def stored(folder: Path) -> Said:
+    """What an engine says that computes all prompts and stores their KV, without that of a drafter."""
+    return say(folder, ngram())
+
+
+@pytest.mark.parametrize("connector", quick_and_slow(["MultiConnector"], ["ExampleConnector"]))
+def test_ngrams_draft_from_the_tokens_of_a_loaded_prompt(folder: Path, stored: Said, connector: str) -> None:
+    said = say(folder, ngram(), connector=connector)
+    check_same(stored, said)
+    assert (said.accepted, said.drafted) == (stored.accepted, stored.drafted)
+
+
+@pytest.mark.parametrize("overlap", quick_and_slow([True], [False]))
+def test_draft_model_reads_a_loaded_prompt_itself(folder: Path, stored: Said, overlap: bool) -> None:
+    """The engine that stored it had no draft model. This one is its own target, so its drafts are right."""
+    coupled = dict(draft_sample_method="coupled", rejection_sample_method="strict")
+    said = say(folder, DRAFT_MODEL | coupled, async_scheduling=overlap)
+    check_same(stored, said)
+    assert said.accepted / said.drafted > 0.98
+
+
+@pytest.mark.slow
+def test_retokenizing_drafter_reads_a_loaded_prompt_itself(folder: Path, stored: Said) -> None:
+    coupled = dict(draft_sample_method="coupled", rejection_sample_method="strict")
+    said = say(folder, DRAFT_MODEL | coupled | dict(method="universal_draft"), **RETOKENIZE)
+    check_same(stored, said)
+    assert said.accepted / said.drafted > 0.9
+
+
+@pytest.mark.parametrize("method", quick_and_slow(["eagle"], ["eagle3", "medusa", "mtp"]))
+def test_head_drafts_as_well_after_a_loaded_prompt(method: str, tmp_path: Path) -> None:
+    """A head cannot read the prompt itself, so its KV is transferred with the target's."""
+    model, head = heads.target(method), heads.head(method, 3)
+    first, second = say(tmp_path, head, model=model), say(tmp_path, head, model=model)
+    check_same(first, second)
+    assert (second.accepted, second.drafted) == (first.accepted, first.drafted)
+
+
+# --- two servers ---
+
+
+def make_request(index: int, prompt: list[int]) -> dict[str, Any]:
+    params = params_for(index)
+    sampled = dict(temperature=params.temperature, max_tokens=params.max_tokens, seed=params.seed or 0)
+    return dict(prompt=prompt, ignore_eos=True, return_token_ids=True) | sampled
+
+
+REQUESTS = [make_request(*each) for each in enumerate(PROMPTS)]
+
+
+def token_ids(answer: dict[str, Any]) -> list[int]:
+    ids: list[int] = answer["choices"][0]["token_ids"]
+    return ids
+
+
+class Pair:
+    """A server that computes prompts, and one that goes on from their KV, which it reads over TCP."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        first: dict[str, Any] | None,
+        second: dict[str, Any] | None,
+        policy: str = "fail",
+        num_ranks: tuple[int, int] = (1, 1),
+    ) -> None:
+        self._servers = ExitStack()
+        self.first, self.second = (
+            self._servers.enter_context(serve(folder / name, model, speculation, policy, size))
+            for name, speculation, size in zip(("first", "second"), (first, second), num_ranks, strict=True)
+        )
+
+    def __enter__(self) -> "Pair":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._servers.close()
+
+    def begin(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Compute a prompt, and return the request with where its KV is."""
+        alone: dict[str, Any] = dict(max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+        return request | dict(kv_transfer_params=self.first.complete(**(request | alone))["kv_transfer_params"])
+
+    def ask(self, request: dict[str, Any]) -> list[int]:
+        return token_ids(self.second.complete(**self.begin(request)))
+
+
+def serve(
+    log: Path, model: str, speculation: dict[str, Any] | None = None, policy: str | None = None, num_ranks: int = 1
+) -> Server:
+    options = ["--max-model-len", "512", "--tensor-parallel-size", str(num_ranks)]
+    if speculation is not None:
+        options += ["--speculative-config", json.dumps(speculation)]
+    if policy is not None:
+        config = dict(kv_connector="NixlConnector", kv_role="kv_both", kv_load_failure_policy=policy)
+        options += ["--kv-transfer-config", json.dumps(config)]
+    environment = {"UCX_TLS": "tcp", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(get_open_port())}
+    return Server(model, log, *options, environment=environment)
+
+
+needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="needs `pip install nixl`")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
+    """What one server says without drafts, by model."""
+    log = tmp_path_factory.mktemp("alone") / "log"
+    return {model: ask_alone(model, REQUESTS, log) for model in (TARGET, heads.target("mtp"))}
+
+
+def ask_alone(model: str, requests: list[dict[str, Any]], log: Path) -> list[list[int]]:
+    with serve(log, model) as server, ThreadPoolExecutor(8) as pool:
+        return [token_ids(answer) for answer in pool.map(lambda request: server.complete(**request), requests)]
+
+
+METHODS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+    "ngram": (None, ngram()),
+    "draft_model": (None, DRAFT_MODEL),
+    "universal_draft": (None, DRAFT_MODEL | dict(method="universal_draft")),
+    **{method: (heads.head(method, 3), heads.head(method, 3)) for method in ("eagle", "eagle3", "mtp")},
+}
+
+
+@needs_nixl
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_two_servers_say_what_one_says(method: str, alone: dict[str, list[list[int]]], tmp_path: Path) -> None:
+    model = heads.target(method)
+    with Pair(tmp_path, model, *METHODS[method]) as pair, ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(pair.ask, REQUESTS)) == alone[model]
+        assert pair.second.metric("vllm:external_prefix_cache_hits_total") > 800
+        assert pair.second.metric("vllm:nixl_bytes_transferred_sum") > 1e6
+        assert pair.second.metric("vllm:spec_decode_num_accepted_tokens_total") > 100
+
+
+@needs_nixl
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [(2, 1), (1, 2)], ids=["from two ranks to one", "from one rank to two"])
+def test_servers_of_different_sizes(num_ranks: tuple[int, int], looping_llama: str, tmp_path: Path) -> None:
+    prompts = random_prompts([17, 31, 32, 33, 40, 100, 200], tiny_models.VOCAB)
+    requests = [make_request(*each) for each in enumerate(prompts)]
+    expected = ask_alone(looping_llama, requests, tmp_path / "alone")
+    drafter = DRAFT_MODEL | dict(model=looping_llama)
+    with Pair(tmp_path, looping_llama, None, drafter, num_ranks=num_ranks) as pair, ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(pair.ask, requests)) == expected
+        assert pair.second.metric("vllm:external_prefix_cache_hits_total") > 400
+
+
+def ask_or_none(server: Server, request: dict[str, Any]) -> list[int] | None:
+    """Return the server's answer, or None if it is an error."""
+    response = server.client.post("/v1/completions", json=dict(model="tiny") | request)
+    if response.status_code != 200 or response.json()["choices"][0]["finish_reason"] == "error":
+        return None
+    return token_ids(response.json())
+
+
+@needs_nixl
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_death_of_the_first_server_is_an_error_or_recomputed(
+    policy: str, alone: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
+    with Pair(tmp_path, TARGET, None, DRAFT_MODEL, policy) as pair, ThreadPoolExecutor(8) as pool:
+        begun = list(pool.map(pair.begin, REQUESTS))
+        answers = [pool.submit(ask_or_none, pair.second, request) for request in begun]
+        pair.first.stop(signal.SIGKILL, to_all=True)
+        found = [answer.result() for answer in answers]
+        wrong = [index for index, ids in enumerate(found) if ids is not None and ids != alone[TARGET][index]]
+        assert not wrong
+        assert policy == "fail" or None not in found
+        # Whatever came of them, the server goes on.
+        assert token_ids(pair.second.complete(**REQUESTS[0])) == alone[TARGET][0]
