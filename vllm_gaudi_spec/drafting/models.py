@@ -223,16 +223,21 @@ def share_modules(target: nn.Module, head: Any, group: GroupCoordinator | None =
             f"{type(target).__name__} has no embeddings under a name that heads know; use another method in "
             "--speculative-config."
         )
+    shared: set[str] = set()
     if _has_no_matrix(head, "has_own_embed_tokens", getattr(head.model, "embed_tokens", None), embeddings):
+        shared |= {"embed_tokens", "embedding"}
         other_ranks = group is not None and group is not get_tp_group()
         _replace(head.model, "embed_tokens", _InTargetGroup(embeddings, group) if other_ranks else embeddings)
     output = _get_output_matrix(target)
     if _has_no_matrix(head, "has_own_lm_head", getattr(head, "lm_head", None), output):
+        shared |= {"lm_head", "head"}
         _replace(head, "lm_head", output)
         for module in head.modules():
             # As in DeepSeek's models: each layer has its own output head after a norm.
             if hasattr(module, "shared_head"):
                 _replace(module.shared_head, "head", output)
+    load = head.load_weights  # of a later update too, which may bring older copies of the target's matrices
+    head.load_weights = lambda new: load(pair for pair in new if not shared.intersection(pair[0].split(".")[-2:-1]))
 
 
 def _has_no_matrix(head: nn.Module, flag: str, head_module: nn.Module | None, target_module: nn.Module | None) -> bool:

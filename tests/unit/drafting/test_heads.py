@@ -37,8 +37,9 @@ def linear(*size: int) -> nn.Linear:
 
 
 def model_of(**parts: nn.Module) -> nn.Module:
-    """Return a model in which `inner_x` becomes `model.x`."""
+    """Return a model in which `inner_x` becomes `model.x`. Loading returns the names of weights."""
     made, made.model = nn.Module(), nn.Module()
+    made.load_weights = lambda weights: [name for name, _ in weights]
     for name, part in parts.items():
         owner = made.model if name.startswith("inner_") else made
         setattr(owner, name.removeprefix("inner_"), part)
@@ -52,6 +53,10 @@ def test_head_without_matrices_shares_those_of_target() -> None:
     share_modules(target, head)
     assert head.model.embed_tokens is target.model.embed_tokens
     assert head.lm_head is target.lm_head
+    assert head.load_weights(NEW) == ["d2t", "layers.0.norm.weight"]
+
+
+NEW = [(name, 0) for name in ("d2t", "embed_tokens.weight", "layers.0.norm.weight", "lm_head.weight")]
 
 
 @pytest.mark.parametrize("equal", [False, True])
@@ -64,6 +69,7 @@ def test_own_matrices_are_kept_unless_equal(equal: bool) -> None:
     share_modules(target, head)
     assert head.model.embed_tokens is not target.model.embed_tokens
     assert (head.lm_head is target.lm_head) == equal
+    assert head.load_weights(NEW) == [name for name, _ in NEW if not equal or name != "lm_head.weight"]
 
 
 @pytest.mark.parametrize(
