@@ -95,7 +95,8 @@ class LoadedModel:
             quantization: Applied after `adapt`.
             group: Ranks that the model is split over; by default the target's tensor-parallel group.
         """
-        model_config = model_config or vllm_config.model_config
+        self.model_config = model_config = model_config or vllm_config.model_config
+        self.load_config = load_config or vllm_config.load_config
         self.vllm_config = vllm_config
         self._backend = backend
         self.group = group or get_tp_group()
@@ -110,10 +111,9 @@ class LoadedModel:
         self.set_outputs(lambda output, inputs: Hidden(output))
         _replace_layers(model_config, backend)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
-        loads_on = (load_config or vllm_config.load_config).device
         with upstream.tensor_parallel_group(self.group):
             with (
-                upstream.device_type_while_loading(loads_on),
+                upstream.device_type_while_loading(self.load_config.device),
                 backend.weights.loading(quantization.quant_config) if quantization else nullcontext(),
             ):
                 self.model = get_model(

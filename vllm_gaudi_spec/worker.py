@@ -7,8 +7,8 @@ import gc
 import multiprocessing
 import time
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from vllm_gaudi_spec.devices.common.group_check import check_groups
 from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV
 from vllm_gaudi_spec.environment import SELF_TEST, name_process_group
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
+from vllm_gaudi_spec.refusals.features import refuse_new_weights, refuse_sleep
 from vllm_gaudi_spec.runner.extensions.pooling import list_tasks
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 from vllm_gaudi_spec.runner.profile import peak_bytes
@@ -61,18 +62,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.upstream.scheduler import GrammarOutput, SchedulerOutput
 
 logger = init_logger(__name__)
-
-
-_NO_NEW_WEIGHTS = "Weights of a running engine cannot be changed; start another engine with the new ones."
-
-
-def _refuse(reason: str) -> Callable[..., NoReturn]:
-    """Return a method that refuses a call of vLLM's worker interface that is not supported."""
-
-    def refuse(self: Worker, *args: object, **named: object) -> NoReturn:
-        raise UnsupportedConfigError(reason)
-
-    return refuse
 
 
 class Worker(WorkerBase):
@@ -193,6 +182,7 @@ class Worker(WorkerBase):
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         assert isinstance(scheduler_output, SpecSchedulerOutput)  # the platform sets the scheduler
+        self.model_runner.residence.check_weights()
         if self.profiler is not None:
             self.profiler.step()
         return self.model_runner.execute_model(scheduler_output)
@@ -231,24 +221,37 @@ class Worker(WorkerBase):
             raise ValueError("The engine was started without LoRA adapters; use --enable-lora.")
         return self.model_runner.target.adapters.loader
 
-    # --- not supported ---
+    # --- sleep and new weights; vLLM has paused the engine before ---
 
-    # vLLM has already paused the engine, which stays paused until `wake_up`.
-    sleep = discard = _refuse(
-        "Sleep mode is not supported; end the engine to free its memory. Once paused, requests wait until wake_up."
-    )
-    reload_weights = reset_weights = update_config = _refuse(_NO_NEW_WEIGHTS)
-    init_weight_transfer_engine = shutdown_weight_transfer_engine = _refuse(_NO_NEW_WEIGHTS)
-    start_weight_update = start_draft_weight_update = update_weights = finish_weight_update = _refuse(_NO_NEW_WEIGHTS)
-    save_sharded_state = save_tensorized_model = compute_weight_checksums = _refuse(
-        "Weights are not read back from a running engine; read the checkpoint's files."
-    )
+    def check_sleep(self) -> None:
+        refuse_sleep(self.backend)
+        if has_kv_transfer_group():
+            raise UnsupportedConfigError("Sleep would free the KV that other servers read (--kv-transfer-config).")
 
+    @torch.inference_mode()
+    def sleep(self, level: int = 1) -> None:
+        self.check_sleep()
+        if level > 1:
+            refuse_new_weights(self.vllm_config, self.backend)
+        self.model_runner.residence.sleep(level)
+
+    @torch.inference_mode()
+    def discard(self, tags: Collection[str]) -> None:
+        self.check_sleep()
+        self.model_runner.residence.discard(tags)
+
+    @torch.inference_mode()
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """No-op: this platform does not release memory while sleeping.
+        self.model_runner.residence.wake_up(tags)
+        self.backend.graphs.warmed_up()  # what was compiled for this is no graph of a step
 
-        vLLM considers the engine asleep even though `discard` was refused, and schedules nothing until it wakes up.
-        """
+    @torch.inference_mode()
+    def reload_weights(self, *args: Any, **named: Any) -> None:
+        refuse_new_weights(self.vllm_config, self.backend)
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.residence.reload(*args, **named)
+        self.reset_encoder_cache()
+        self.backend.graphs.warmed_up()
 
     # --- questions and life cycle ---
 

@@ -16,7 +16,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from card_emulator.card import DeviceRefusal
 from vllm_gaudi_spec.attention.row_operations import append, locate_rectangle, take_newest
+from vllm_gaudi_spec.devices.base import Graphs
 from vllm_gaudi_spec.devices.common.regions import RegionCompiler
+from vllm_gaudi_spec.devices.hpu.backend import HpuMemory
 from vllm_gaudi_spec.devices.hpu.bridge import open_bridge
 from vllm_gaudi_spec.devices.hpu.compiled import make_region_compiler
 
@@ -60,6 +62,25 @@ def test_a_region_is_compiled_at_its_first_run_and_launched_once(card: Any, regi
     assert after.graph_captures - before.graph_captures == 1
     assert after.launches - before.launches == 2
     assert after.stray_ops == before.stray_ops
+
+
+def test_memory_of_weights_may_move(card: Any, regions: RegionCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in sleep: the host keeps the numbers, and an argument may get the memory that a weight had."""
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
+    memory = HpuMemory(open_bridge(), Graphs())
+    weight, kv = hpu(1.0, 2.0), hpu(5.0, 5.0)
+    run = regions.compiled(lambda x: x * weight + kv)
+    assert run(hpu(3.0, 4.0)).tolist() == [8.0, 13.0]
+    wake = [memory.release([weight], keep=True), memory.release([kv], keep=False)]
+    assert weight.numel() == kv.numel() == 0
+    x = hpu(3.0, 4.0)
+    for bring_back in wake:
+        bring_back()
+    (made,) = [cell.cell_contents for cell in run.__closure__ or () if isinstance(cell.cell_contents, dict)]
+    ((function,),) = made.values()
+    function._number_by_storage[x.untyped_storage()._cdata] = next(iter(function._outside))
+    assert run(x).tolist() == [3.0, 8.0]
+    assert sum(regions.functions.values()) == 1
 
 
 def test_results_are_new_each_time(card: Any, regions: RegionCompiler) -> None:

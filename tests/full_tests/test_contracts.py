@@ -104,8 +104,3 @@ def test_paused_requests_continue(tiny_llama: str, greedy: list[list[int]]) -> N
         llm.sleep(level=0, mode="keep")
         llm.wake_up(tags=["scheduling"])
         assert finish(llm.llm_engine) == dict(enumerate(greedy))
-
-
-def test_sleep_mode_is_refused(tiny_llama: str) -> None:
-    with pytest.raises(Exception, match="leave out --enable-sleep-mode"), engine(tiny_llama, enable_sleep_mode=True):
-        pass

@@ -4,21 +4,24 @@ Runs with VGS_DEVICE=hpu-emulated or ascend-emulated in a process of its own: th
 """
 
 import csv
+import gc
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import LLM
+import torch
+from vllm import LLM, SamplingParams
 
 import card_emulator
 from tests.full_tests import never_wrong, poison, rule_models
 from tests.full_tests.captured import Reference, captured, programs_are_the_manifest, signatures
-from tests.full_tests.engines import SMALL_KV, counter, engine, preemptions
+from tests.full_tests.engines import KV_CACHE_BYTES, SMALL_KV, counter, engine, first_tokens, generate, preemptions
 from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.speculation import MODES, accepted, ngram, speculating, suffix
 from tests.full_tests.workload import Request, run_together
 from tests.support.marks import quick_and_slow
+from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.device_table import describe_device, load_backend
 from vllm_gaudi_spec.environment import gaudi_is_lazy
 from vllm_gaudi_spec.scheduling.adaptive import StepTimes
@@ -94,6 +97,49 @@ def test_every_number_of_drafts_is_lossless(
         Reference(alone.answers[:16], alone.scores).check(few, run_together(llm, few), only_greedy=True)
         assert accepted(llm) > 0.4 * counter(llm, "vllm:spec_decode_num_draft_tokens") > 20
         reads_once(llm)
+
+
+def test_sleep_and_new_weights_compile_nothing(looping_llama: str, cousin: str) -> None:
+    """Graphs of lazy mode hold addresses, and take new numbers in place; compiled regions take tensors."""
+    config = dict(method="draft_model", model=looping_llama, num_speculative_tokens=2)
+    prompts, params = [[5, 6, 7], [9, 3, 200, 41]], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    buckets = dict(prefill_buckets=[32], batch_buckets=[2], block_buckets=[2])
+    options = SIZES | dict(max_num_seqs=2, max_model_len=64, max_num_batched_tokens=64)
+    options |= dict(additional_config=dict(gaudi_spec=buckets))
+    texts = {}
+    for model in (looping_llama, cousin):
+        with engine(model, **options) as llm:
+            texts[model] = first_tokens(generate(llm, prompts, params))
+    with engine(looping_llama, speculative_config=config, **options) as llm:
+
+        def check(model: str) -> None:
+            llm.reset_prefix_cache()
+            assert first_tokens(generate(llm, prompts, params)) == texts[model]
+
+        check(looping_llama)
+        regions = report(llm)["device"].get("regions")
+        for level in (1, 2, 1):
+            if gaudi_is_lazy():
+                with pytest.raises(UnsupportedConfigError, match="hpu-emulated in lazy mode, whose graphs"):
+                    llm.sleep(level=level)
+            else:
+                held = memory_held()
+                llm.sleep(level=level)
+                assert held - memory_held() > KV_CACHE_BYTES
+            llm.wake_up()
+            if level == 2:
+                llm.collective_rpc("reload_weights")
+            check(looping_llama)
+        for model in (cousin, looping_llama):
+            llm.collective_rpc("reload_weights", kwargs=dict(weights_path=model))
+            check(model)
+        assert report(llm)["device"].get("regions") == regions
+        reads_once(llm)
+
+
+def memory_held() -> int:
+    gc.collect()
+    return int(torch.get_device_module("hpu").memory_allocated())
 
 
 @pytest.mark.every_card

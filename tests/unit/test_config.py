@@ -365,6 +365,7 @@ REFUSED: list[Any] = [
     ("LMCacheConnectorV1 is not supported; use", dict(options=connecting("LMCacheConnectorV1"))),
     ("OffloadingConnector is not", dict(options=connecting(("NixlConnector", "OffloadingConnector")))),
     ("use --no-enable-chunked-prefill", dict(options=connecting("ExampleConnector"))),
+    ("Sleep frees the KV", dict(options=connecting("NixlConnector") | dict(enable_sleep_mode=True))),
     ("one rank without", dict(options=connecting("ExampleConnector") | WHOLE_PROMPTS | dict(enable_lora=True))),
     ("recompute is for", dict(options=connecting("ExampleConnector", recomputes=True) | WHOLE_PROMPTS)),
     ("connectors are for models", dict(options=connecting("NixlConnector") | dict(runner="pooling"))),

@@ -5,7 +5,7 @@ A device overrides the defaults where it differs from them. Nothing above `devic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -93,6 +93,10 @@ class DeviceTraits:
     """Whether QUANT_CONFIG is simulated instead of applied by Intel Neural Compressor."""
     takes_cpu_weights: bool = False
     """Whether the option `cpu_weights` chooses the format of weights."""
+    sleeps: bool = False
+    """Whether `Memory.release` is implemented: steps read weights and KV through tensors, not at fixed addresses."""
+    updates_weights: bool = False
+    """Whether new weights of an unquantized model may be copied over those that steps read."""
     warmup_tokens: int = -1
     """Run shapes of up to this many tokens during warm-up; -1 means all."""
 
@@ -190,6 +194,11 @@ class Memory:
         """Allocate a zeroed KV cache for each layer, keyed by layer name."""
         raise NotImplementedError
 
+    def release(self, tensors: Iterable[torch.Tensor], *, keep: bool) -> Callable[[], None]:
+        """Free the device's memory of tensors, and return a function that gives them memory again: with their contents,
+        if the host has to `keep` them, or zeroed."""
+        raise NotImplementedError("refused at start-up")
+
     def make_block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
         """Return a function that copies KV blocks, as (source, target) pairs, in all caches from `allocate_kv`."""
         raise NotImplementedError
@@ -274,6 +283,9 @@ class Weights:
         Called before anything is loaded, and in processes that must not open the card.
         """
         return f"for which there are no kernels yet on {self.device_name}"
+
+    def refresh(self, model: nn.Module, *, dropped: bool = False) -> None:
+        """Derive again what loading does not derive from weights that have changed, or drop everything derived."""
 
     def prepare_model(self, model: nn.Module) -> None:
         """Move loaded weights to the device, in the layout that it needs. No-op: by default, loaded weights are on the

@@ -25,6 +25,7 @@ from vllm_gaudi_spec.quantization.dequantized import choose_kernels, read_weight
 from vllm_gaudi_spec.quantization.kv_scheme import choose_kv_dtype, drop_scales_set_aside
 from vllm_gaudi_spec.recurrent.table import has_states
 from vllm_gaudi_spec.refusals import refuse_unsupported
+from vllm_gaudi_spec.refusals.features import refuse_sleep
 from vllm_gaudi_spec.refusals.models import list_models
 from vllm_gaudi_spec.refusals.requests import check_constraint_size, check_logit_edits, check_request
 from vllm_gaudi_spec.refusals.speculation import list_installed_logits_processors
@@ -224,7 +225,8 @@ class SpecPlatform(Platform):
     @classmethod
     def is_sleep_mode_available(cls) -> bool:
         # vLLM asks only if sleep mode is enabled, and its own refusal names no option.
-        raise UnsupportedConfigError("Sleep mode is not supported; leave out --enable-sleep-mode.")
+        refuse_sleep(load_backend())
+        return True
 
 
 class CapturingPlatform(SpecPlatform):

@@ -13,9 +13,10 @@ from vllm_gaudi_spec.config import (
     FP8_KV,
     REFERENCE,
     Options,
+    UnsupportedConfigError,
     get_target_config,
 )
-from vllm_gaudi_spec.quantization.config import target_config
+from vllm_gaudi_spec.quantization.config import drafter_config, target_config
 from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED, format_of, is_native
 from vllm_gaudi_spec.quantization.kv_scheme import suggest_model_dtype
 from vllm_gaudi_spec.recurrent.table import has_states
@@ -38,6 +39,9 @@ _UNSUPPORTED = {
     "cache_config.kv_sharing_fast_prefill": "--kv-sharing-fast-prefill",
     "offload_config.prefetch.offload_group_size": "--offload-group-size",
     "offload_config.uva.cpu_offload_gb": "--cpu-offload-gb",
+    "model_config.enable_nccl_comm_suspend": "--enable-nccl-comm-suspend",
+    "model_config.sleep_mode_offload_cudagraph": "--sleep-mode-offload-cudagraph",
+    "model_config.sleep_preserve_parameter_names": "--sleep-preserve-parameter-names",
     "model_config.enable_prompt_embeds": "--enable-prompt-embeds",
     "model_config.enable_trace_replay": "--enable-trace-replay",
     "model_config.return_sampling_mask": "--return-sampling-mask",
@@ -58,7 +62,7 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
     if parallel.use_ray and uses_older_ray_executor():
         yield "vLLM's older executor for Ray is not supported; unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND."
     for path, option in _UNSUPPORTED.items():
-        if attrgetter(path)(vllm_config) not in (None, False, 0):
+        if attrgetter(path)(vllm_config):
             yield f"{option} is not supported; leave it out."
     yield from _connector_refusals(vllm_config, backend)
     yield from _profiler_refusals(vllm_config)
@@ -88,6 +92,8 @@ def _connector_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iter
     parts = [vars(config)]
     if config.kv_connector == "MultiConnector":
         parts = config.kv_connector_extra_config.get("connectors", [])
+    if model.enable_sleep_mode:
+        yield "Sleep frees the KV that other servers read; leave out --enable-sleep-mode or --kv-transfer-config."
     names = {str(part.get("kv_connector")) for part in parts}
     if others := sorted(names - set(_CONNECTORS)):
         yield f"KV connector {others[0]} is not supported; use {' or '.join(_CONNECTORS)} in --kv-transfer-config."
@@ -100,6 +106,27 @@ def _connector_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iter
             yield "ExampleConnector cannot store prompts in chunks; use --no-enable-chunked-prefill."
         if vllm_config.parallel_config.world_size > 1 or vllm_config.lora_config is not None:
             yield "ExampleConnector stores the KV of one rank without adapters; use NixlConnector."
+
+
+def refuse_sleep(backend: DeviceBackend) -> None:
+    if not backend.traits.sleeps:
+        where = f"{backend.traits.name} in {backend.traits.mode} mode, whose graphs hold addresses"
+        remedy = "leave out --enable-sleep-mode, and call wake_up if requests wait"
+        raise UnsupportedConfigError(f"Sleep is not supported on {where}; {remedy}.")
+
+
+def refuse_new_weights(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
+    spec_config, options = vllm_config.speculative_config, Options.from_vllm(vllm_config)
+    models = [vllm_config.model_config, getattr(spec_config, "draft_model_config", None) or vllm_config.model_config]
+    derived = [one.quantization or one.use_mla or one.is_moe or one.has_inner_state for one in models]
+    replaced = [vllm_config.lora_config, target_config(), drafter_config(options)]
+    if any(derived) or any(replaced) or getattr(spec_config, "parallel_drafting", False):
+        kind = "quantized, under adapters, or of latent attention, experts, recurrent layers or a parallel head"
+    elif not backend.traits.updates_weights:
+        kind = f"on {backend.traits.name}"
+    else:
+        return
+    raise UnsupportedConfigError(f"Weights that are {kind} do not change in a running engine; start another engine.")
 
 
 def _profiler_refusals(vllm_config: VllmConfig) -> Iterator[str]:

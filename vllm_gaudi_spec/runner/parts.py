@@ -30,6 +30,7 @@ from vllm_gaudi_spec.runner.extensions.snapshots import SnapshotRows
 from vllm_gaudi_spec.runner.kv_cache import KVCache, single_forward_config
 from vllm_gaudi_spec.runner.report import Downloads, Reports
 from vllm_gaudi_spec.runner.requests import Requests
+from vllm_gaudi_spec.runner.residence import Residence
 from vllm_gaudi_spec.runner.row_memory import count_row_bytes, get_history_len, make_hidden_states
 from vllm_gaudi_spec.runner.shapes import SampleShapes, Shapes
 from vllm_gaudi_spec.sampling.params import Sampling
@@ -72,6 +73,7 @@ class RunnerParts:
             self.encoders = Encoders(self.vllm_config, self.target.model)
         if self.vllm_config.lora_config is not None:  # last, since a head shares the target's layers without adapters
             self.target.adapters = Adapters(self.vllm_config, self.target.model, self.backend)
+        self.residence = Residence(self.backend, self.target, self.drafter)
 
     def save_measurements(self) -> None:
         """Write the quantization measurements collected so far."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.model_executor.model_loader.weight_utils import filter_duplicate_safetensors_files
 from vllm.model_executor.models import ModelRegistry, supports_lora
 from vllm.model_executor.models.interfaces import requires_raw_input_tokens, supports_eagle3, supports_mrope

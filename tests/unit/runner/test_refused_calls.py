@@ -9,13 +9,22 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import UniProcExecutor
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.devices.base import Graphs, Memory
+from vllm_gaudi_spec.refusals.features import refuse_new_weights
+from vllm_gaudi_spec.runner.residence import Residence
 from vllm_gaudi_spec.worker import Worker
+
+TRAITS = SimpleNamespace(name="hpu", mode="lazy", sleeps=False, updates_weights=True)
+LAZY: Any = SimpleNamespace(traits=TRAITS, memory=Memory(), graphs=Graphs())
 
 
 def paused_engine() -> Any:
     """vLLM's engine and executor without a model, after `sleep(level=0)`."""
     executor: Any = UniProcExecutor.__new__(UniProcExecutor)
-    executor.sleeping_tags, executor.driver_worker = set(), Worker.__new__(Worker)
+    worker: Any = Worker.__new__(Worker)
+    worker.model_runner = SimpleNamespace(residence=Residence(LAZY, None, None))
+    worker.backend = LAZY
+    executor.sleeping_tags, executor.driver_worker = set(), worker
     states: list[PauseState] = [PauseState.PAUSED_ALL]
     engine: Any = EngineCore.__new__(EngineCore)
     engine.model_executor, engine.batch_queue = executor, None
@@ -30,7 +39,7 @@ def paused_engine() -> Any:
 def test_engine_continues_after_refused_release_of_kv_memory() -> None:
     """vLLM would believe that the memory was released, and such an engine schedules nothing."""
     engine = paused_engine()
-    with pytest.raises(UnsupportedConfigError, match="Sleep mode is not supported"):
+    with pytest.raises(UnsupportedConfigError, match="Sleep is not supported on hpu in lazy mode"):
         engine.release_kv_cache_memory()
     assert engine.is_sleeping()
     assert engine.wake_up()
@@ -42,9 +51,61 @@ def test_refusal_of_sleep_says_that_requests_wait() -> None:
     engine = paused_engine()
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.scheduler.finish_requests = lambda *of_all: None
-    engine.model_executor.driver_worker.backend = SimpleNamespace(memory=SimpleNamespace(synchronize=lambda: None))
-    with pytest.raises(UnsupportedConfigError, match="requests wait until wake_up"):
+    with pytest.raises(UnsupportedConfigError, match="call wake_up if requests wait"):
         engine.sleep(level=1)
     assert engine.is_scheduler_paused()
     assert engine.wake_up()
     assert not engine.is_scheduler_paused()
+
+
+def config(drafter: dict[str, Any] | None = None, lora: object = None, **target: Any) -> Any:
+    plain = dict(quantization=None, use_mla=False, is_moe=False, has_inner_state=False)
+    draft_config = None if drafter is None else SimpleNamespace(**plain | drafter)
+    speculative = SimpleNamespace(draft_model_config=draft_config, parallel_drafting=False)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**plain | target),
+        speculative_config=None if drafter is None else speculative,
+        lora_config=lora,
+        additional_config={},
+    )
+
+
+def test_plain_weights_may_change() -> None:
+    refuse_new_weights(config(), LAZY)
+    refuse_new_weights(config(drafter={}), LAZY)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        config(quantization="fp8"),
+        config(use_mla=True),
+        config(is_moe=True),
+        config(has_inner_state=True),
+        config(lora=object()),
+        config(drafter=dict(quantization="awq")),
+    ],
+    ids=["quantized", "latent", "experts", "recurrent", "adapters", "quantized drafter"],
+)
+def test_weights_that_steps_do_not_read_as_loaded_are_refused(changed: Any) -> None:
+    worker: Any = Worker.__new__(Worker)
+    worker.vllm_config, worker.backend = changed, LAZY
+    with pytest.raises(UnsupportedConfigError, match="start another engine"):
+        worker.reload_weights()
+
+
+def test_devices_that_change_weights_at_load_are_refused() -> None:
+    other: Any = SimpleNamespace(traits=SimpleNamespace(name="ascend", updates_weights=False))
+    with pytest.raises(UnsupportedConfigError, match="on ascend do not change"):
+        refuse_new_weights(config(), other)
+
+
+def test_updates_wait_until_weights_are_awake_and_steps_until_they_are_complete() -> None:
+    residence: Any = Residence(LAZY, SimpleNamespace(), None)
+    residence._asleep["weights"] = lambda: None
+    with pytest.raises(UnsupportedConfigError, match="wake_up with the tag weights"):
+        residence.reload()
+    residence.check_weights()
+    residence._incomplete = [residence._target]
+    with pytest.raises(UnsupportedConfigError, match="call reload_weights"):
+        residence.check_weights()

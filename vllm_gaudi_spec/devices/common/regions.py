@@ -172,8 +172,12 @@ class CompiledFunction:
         return self._sharing_outside(tensors) == self._sharing
 
     def _sharing_outside(self, tensors: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
-        """Return, for each tensor, the number of an outside tensor with the same memory."""
-        return tuple(self._number_by_storage.get(_storage(tensor)) for tensor in tensors)
+        """Return, for each tensor, the number of an outside tensor with the same memory, even after sleep moved it."""
+        found = ((self._number_by_storage.get(storage), storage) for storage in map(_storage, tensors))
+        return tuple(
+            number if number is not None and _storage(self._outside[number]) == storage else None
+            for number, storage in found
+        )
 
     @property
     def num_steps(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -58,6 +58,8 @@ def make_backend() -> DeviceBackend:
         takes_quant_config=True,
         simulates_quantization=True,
         takes_cpu_weights=True,
+        sleeps=True,
+        updates_weights=True,
         # Shapes are not compiled here; running the small ones warms caches and finds defects early.
         warmup_tokens=16,
     )
@@ -72,6 +74,20 @@ class CpuMemory(Memory):
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
         return allocate_kv_cache(kv_cache_config, _DEVICE, layout)
+
+    def release(self, tensors: Iterable[torch.Tensor], *, keep: bool) -> Callable[[], None]:
+        # By storage, since all layers' KV is views of one.
+        found = {} if keep else {storage._cdata: storage for storage in map(torch.Tensor.untyped_storage, tensors)}
+        sizes = [(storage, storage.nbytes()) for storage in found.values()]
+        for storage, _ in sizes:
+            storage.resize_(0)
+
+        def bring_back() -> None:
+            for storage, num_bytes in sizes:
+                storage.resize_(num_bytes)
+                torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+
+        return bring_back
 
     def make_block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
         return partial(torch_ops.copy_blocks, kv_caches)
@@ -141,6 +157,9 @@ class CpuWeights(Weights):
 
     def missing_kernel(self, vllm_config: VllmConfig, model: ModelConfig) -> str | None:
         return cpu_formats.missing_kernel(vllm_config, model)
+
+    def refresh(self, model: nn.Module, *, dropped: bool = False) -> None:
+        cpu_linear.repack(model, dropped=dropped)
 
     def prepare_model(self, model: nn.Module) -> None:
         """Log the copies of weights, which were packed while they were loaded (devices/cpu/platform.py)."""

@@ -233,6 +233,20 @@ def _choose(
     return many if few is None else ByRows(few, many)
 
 
+def repack(model: nn.Module, *, dropped: bool) -> None:
+    """Pack embeddings and output matrices, which have changed, again, or free all packed weights.
+
+    vLLM packs the weights that it loads, but not an output matrix that is tied to the embeddings.
+    """
+    tables = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+    for layer in tables:
+        vars(layer.weight).pop(_LINEAR, None)  # of all, before one is packed for another too
+    for layer in () if dropped else tables:
+        layer.quant_method.process_weights_after_loading(layer)
+    for module in model.modules() if dropped else ():
+        vars(module).pop("cpu_linear", None)
+
+
 def log_copies(model: nn.Module) -> None:
     linears = {id(linear): linear for module in model.modules() if (linear := getattr(module, "cpu_linear", None))}
     copies = [few.nbytes for linear in linears.values() if (few := getattr(linear, "few", None)) is not None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -55,6 +55,7 @@ TRAITS = DeviceTraits(
     media_models=compared.MEDIA["lazy"],
     recurrent_models=compared.RECURRENT["lazy"],
     takes_quant_config=True,
+    updates_weights=True,
 )
 
 
@@ -75,6 +76,7 @@ def assemble(bridge: Bridge, traits: DeviceTraits, graphs: Graphs, memory: Memor
             traits,
             mode="compiled",
             updates_views=True,
+            sleeps=True,
             media_models=compared.MEDIA["compiled"],
             recurrent_models=compared.RECURRENT["compiled"],
         )
@@ -156,6 +158,17 @@ class HpuMemory(StreamMemory):
         by_layer = super().allocate_kv(kv_cache_config, layout)
         self._bridge.mark_step()
         return by_layer
+
+    def release(self, tensors: Iterable[torch.Tensor], *, keep: bool) -> Callable[[], None]:
+        found = [(tensor, tensor.shape, tensor.cpu() if keep else None) for tensor in tensors]
+        for tensor, *_ in found:
+            tensor.data = tensor.new_empty(0)
+
+        def bring_back() -> None:
+            for tensor, shape, host in found:
+                tensor.data = tensor.new_zeros(shape) if host is None else host.to(tensor.device)
+
+        return bring_back
 
     measures_peak = True
 
