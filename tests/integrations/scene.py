@@ -19,7 +19,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.utils import CpuGpuBuffer
-from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm_ascend.ascend_config import clear_ascend_config, init_ascend_config
 from vllm_ascend.attention.attention_v1 import AscendAttentionState
 from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
@@ -188,17 +187,7 @@ class Scene:
         """The token of each row that the drafter goes on from, and how many were sampled. A row that has no sampled one
         goes on from what the host knows; -1: its last token is still on the device."""
         requests = {
-            str(row): CachedRequestState(
-                req_id=str(row),
-                prompt_token_ids=[token] if token >= 0 else [],
-                mm_features=[],
-                sampling_params=None,
-                generator=None,
-                block_ids=([],),
-                num_computed_tokens=0,
-                output_token_ids=[],
-            )
-            for row, token in enumerate(known)
+            str(row): SimpleNamespace(get_token_id=lambda place, token=token: token) for row, token in enumerate(known)
         }
         batch = SimpleNamespace(
             num_reqs=len(known),

@@ -140,19 +140,3 @@ def test_a_method_by_its_name_is_still_upstreams(monkeypatch: pytest.MonkeyPatch
     config = SimpleNamespace(speculative_config=SimpleNamespace())
     with pytest.raises(ValueError, match="Unknown speculative decoding method: mystery"):
         patches._get_spec_decode_method(spec_decode.get_spec_decode_method, "mystery", config, None, None)
-
-
-@pytest.mark.parametrize("package", ["vllm-ascend", "vLLM"])
-def test_other_releases_are_refused_by_who_asks_for_the_method(
-    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
-    # As it is beside such a release, where the method was not added; and as it was, when this ends.
-    monkeypatch.setattr(SpeculativeConfig, "__init__", SpeculativeConfig.__init__.__wrapped__)
-    if package == "vLLM":
-        monkeypatch.setattr(vllm, "__version__", "0.24.0")
-    else:
-        monkeypatch.setattr(versions, "version", lambda name: "0.24.0rc1")
-    vllm_gaudi_spec.general_plugin()
-    with pytest.raises(UnsupportedConfigError, match=r"works with vllm-ascend 0\.23\.0\.post1 and vLLM 0\.23\.0"):
-        configuration(folders["target"], folders["drafter"])
-    assert configuration(folders["target"], folders["target"], "draft_model").speculative_config.method == "draft_model"
