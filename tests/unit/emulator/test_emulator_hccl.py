@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import card_emulator
+from card_emulator.testing import graph
 
 # Before there is a group: `torch.distributed.nn.functional`, which vLLM imports, has the group of that moment as a
 # default argument. A group that outlives its process's main thread may abort the process.
@@ -60,17 +61,16 @@ def collectives(rank: int, world: int) -> None:
             assert got[0].item() == 1.0
 
 
+def twice_the_sum(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    dist.all_reduce(y)
+    return y * 2
+
+
 def what_a_gaudi_refuses(card: Any, world: int) -> None:
-    import habana_frameworks.torch as htorch
-
-    class Sum(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            dist.all_reduce(x)
-            return x * 2
-
     # N01: in a capture, the first collective of a group.
     card.lazy_collectives = True
-    run = htorch.hpu.wrap_in_hpu_graph(Sum(), disable_tensor_cache=True)
+    run = graph(twice_the_sum)
     with pytest.raises(RuntimeError, match="makes a communicator in a capture"):
         run(torch.zeros(2, device="hpu"))
     card.blocked, card.lazy_collectives = None, False
@@ -104,16 +104,8 @@ def through_our_communicator(rank: int, world: int) -> None:
 
 
 def inside_an_hpu_graph(card: Any, world: int) -> None:
-    import habana_frameworks.torch as htorch
-
-    class Sum(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = x + 1
-            dist.all_reduce(y)
-            return y * 2
-
     x = torch.zeros(1, device="hpu")
-    run = htorch.hpu.wrap_in_hpu_graph(Sum(), disable_tensor_cache=True)
+    run = graph(twice_the_sum)
     with pytest.raises(RuntimeError, match="LAZY_COLLECTIVES"):
         run(x)
     card.blocked = None
