@@ -70,7 +70,7 @@ class _Speculating(Scheduler):
         # is KV to look up, so it is built without prefix caching.
         vllm_config.cache_config.enable_prefix_caching = caches_prefixes and bool(kv_cache_config.kv_cache_groups)
         if vllm_config.kv_transfer_config is not None:
-            upstream.recompute_one_token_beyond_blocks()
+            upstream.recompute_resumed_requests()
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         vllm_config.cache_config.enable_prefix_caching = caches_prefixes
         self.kv_cache_manager.enable_caching = caches_prefixes

@@ -22,7 +22,7 @@ from vllm_gaudi_spec.upstream.configuration import (
 )
 from vllm_gaudi_spec.upstream.distribution import answer_for_vllm_distribution
 from vllm_gaudi_spec.upstream.domain_libraries import admit_domain_libraries_of_other_builds
-from vllm_gaudi_spec.upstream.example_connector import recompute_one_token_beyond_blocks
+from vllm_gaudi_spec.upstream.example_connector import recompute_resumed_requests
 from vllm_gaudi_spec.upstream.experts import assign_cpu_experts, score_cpu_experts_by_sigmoid
 from vllm_gaudi_spec.upstream.loading import (
     answer_accelerator_calls,

@@ -9,15 +9,18 @@ from vllm_gaudi_spec.upstream.patching import patches
 
 
 @patches(
-    "vllm.distributed.kv_transfer.kv_connector.v1.example_connector:ExampleConnector._found_match_for_prompt",
+    "vllm.distributed.kv_transfer.kv_connector.v1.example_connector:ExampleConnector.get_num_new_matched_tokens",
 )
-def recompute_one_token_beyond_blocks(
-    original: Callable[..., bool], self: Any, prompt_token_ids: list[int], mm_hashes: list[str]
-) -> bool:
-    """Let the example compute a prompt that has one token more than whole blocks.
+def recompute_resumed_requests(
+    original: Callable[..., tuple[int | None, bool]], self: Any, request: Any, num_computed_tokens: int
+) -> tuple[int | None, bool]:
+    """Let the engine compute a request that resumes, and a prompt that has one token more than whole blocks.
 
-    Reason: Upstream offers one block less of such a prompt than it then loads. It offers a negative number of tokens if
-    the prefix cache has that block, and for a prompt of one token. The engine ends.
-    Remove when: `ExampleConnector` rounds lengths in one way.
+    Reason: After a preemption upstream looks for a file of prompt and output, which nobody stored. It offers one block
+    less of such a prompt than it then loads: a negative number of tokens if the prefix cache has that block, and for a
+    prompt of one token. The engine ends.
+    Remove when: `ExampleConnector` rounds lengths in one way and loads only what it has stored.
     """
-    return len(prompt_token_ids) % self._block_size != 1 and original(self, prompt_token_ids, mm_hashes)
+    if request.num_output_tokens or request.num_prompt_tokens % self._block_size == 1:
+        return 0, False
+    return original(self, request, num_computed_tokens)

@@ -24,7 +24,7 @@ LONG = [*SHARED, *range(100, 100 + 2 * BLOCK), 7, 8]
 
 @pytest.fixture
 def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(features, "_connector_refusals", lambda *args: ())  # of the device
+    monkeypatch.setattr(features, "_connector_refusals", lambda *args: ())  # the device may refuse connectors
     upstream.apply()
     init_none_hash(sha256)
     config = KVTransferConfig(
@@ -42,8 +42,8 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
-def add(scheduler: Any, name: str, tokens: list[int]) -> None:
-    params = SamplingParams(max_tokens=2, temperature=0)
+def add(scheduler: Any, name: str, tokens: list[int], max_tokens: int = 2) -> None:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0)
     hasher = get_request_block_hasher(BLOCK, sha256)
     scheduler.add_request(Request(name, tokens, params, None, block_hasher=hasher))
 
@@ -113,3 +113,21 @@ def test_request_that_finds_no_room_loads_nothing(scheduler: Any, monkeypatch: p
     monkeypatch.setattr(scheduler.kv_cache_manager, "allocate_slots", lambda *args, **named: None)
     add(scheduler, "only", LONG)
     assert scheduler.schedule().loaded_blocks == []
+
+
+def test_preempted_request_is_computed_again(scheduler: Any) -> None:
+    """Only prompts are stored, and upstream would look for the output as well."""
+    add(scheduler, "only", LONG, max_tokens=60)
+    for token in range(20):
+        step = scheduler.schedule()
+        scheduler.update_from_output(step, answer({"only": [token]}, {}))
+    folder = Path(scheduler.connector._storage_path)
+    names = scheduler.connector._generate_foldername_debug
+    scheduler.connector._generate_foldername_debug = lambda *args, **named: str(folder)  # all prompts were stored
+    folder.mkdir(exist_ok=True)
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    step = scheduler.schedule()
+    scheduler.connector._generate_foldername_debug = names
+    assert step.num_scheduled_tokens["only"] == len(LONG) + 20
+    assert step.loaded_blocks == []
+    assert not step.kv_connector_metadata.requests

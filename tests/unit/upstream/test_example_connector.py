@@ -22,21 +22,23 @@ def connector(tmp_path: Path) -> Any:
     return made
 
 
-def request(length: int) -> Any:
-    return SimpleNamespace(prompt_token_ids=[1] * length, mm_features=[])
+def request(length: int, num_outputs: int = 0) -> Any:
+    return SimpleNamespace(
+        prompt_token_ids=[1] * length, num_prompt_tokens=length, num_output_tokens=num_outputs, mm_features=[]
+    )
 
 
 def test_prompt_of_whole_blocks_and_one_token_is_computed(connector: Any) -> None:
-    upstream.recompute_one_token_beyond_blocks()
+    upstream.recompute_resumed_requests()
     offered = [connector.get_num_new_matched_tokens(request(length), 0)[0] for length in (1, 2, 16, 17, 18, 32, 33, 34)]
     assert offered == [0, 0, 0, 0, 16, 16, 0, 32]
 
 
 def test_upstream_still_rounds_in_two_ways(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When this fails, so does the reason for `recompute_one_token_beyond_blocks`."""
-    upstream.recompute_one_token_beyond_blocks()
-    original = ExampleConnector._found_match_for_prompt.__wrapped__  # type: ignore[attr-defined]
-    monkeypatch.setattr(ExampleConnector, "_found_match_for_prompt", original)
+    """When this fails, so does a reason for `recompute_resumed_requests`."""
+    upstream.recompute_resumed_requests()
+    original = ExampleConnector.get_num_new_matched_tokens.__wrapped__  # type: ignore[attr-defined]
+    monkeypatch.setattr(ExampleConnector, "get_num_new_matched_tokens", original)
     assert connector.get_num_new_matched_tokens(request(1), 0)[0] < 0
     assert connector.get_num_new_matched_tokens(request(2 * BLOCK + 1), 2 * BLOCK)[0] < 0
     loaded = example_connector.ReqMeta.make_meta([1] * (2 * BLOCK + 1), [3, 4, 5], BLOCK, is_store=False, mm_hashes=[])
