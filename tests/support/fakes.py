@@ -59,7 +59,7 @@ class CopyingMemory(Memory):
 
 
 class CapturingBackend(HostBackend):
-    traits = replace(HostBackend.traits, captures=True, slice_tokens=8)
+    traits = replace(HostBackend.traits, captures=True, slice_tokens=8, decode_step=1)
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class CapturingBackend(HostBackend):
 
 
 class CompilingBackend(CapturingBackend):
-    traits = replace(CapturingBackend.traits, compiles=True, flat_decode=True)
+    traits = replace(CapturingBackend.traits, compiles=True, flat_decode=True, decode_step=0)
 
 
 class CapturingGraphs(Graphs):
