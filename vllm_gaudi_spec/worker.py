@@ -223,27 +223,20 @@ class Worker(WorkerBase):
 
     # --- sleep and new weights; vLLM has paused the engine before ---
 
-    def check_sleep(self) -> None:
-        refuse_sleep(self.backend)
-        if has_kv_transfer_group():
-            raise UnsupportedConfigError("Sleep would free the KV that other servers read (--kv-transfer-config).")
-
     @torch.inference_mode()
     def sleep(self, level: int = 1) -> None:
-        self.check_sleep()
-        if level > 1:
-            refuse_new_weights(self.vllm_config, self.backend)
+        refuse_sleep(self.vllm_config, self.backend, level)
         self.model_runner.residence.sleep(level)
 
     @torch.inference_mode()
     def discard(self, tags: Collection[str]) -> None:
-        self.check_sleep()
+        refuse_sleep(self.vllm_config, self.backend)
         self.model_runner.residence.discard(tags)
 
     @torch.inference_mode()
     def wake_up(self, tags: list[str] | None = None) -> None:
         self.model_runner.residence.wake_up(tags)
-        self.backend.graphs.warmed_up()  # what was compiled for this is no graph of a step
+        self.backend.graphs.warmed_up()  # Do not count what wake-up compiled as compiled by a step.
 
     @torch.inference_mode()
     def reload_weights(self, *args: Any, **named: Any) -> None:

@@ -76,6 +76,15 @@ def kv_bytes(worker: Any) -> int:
     return sum({s._cdata: s.nbytes() for s in (one.untyped_storage() for one in find_tensors(caches))}.values())
 
 
+def weight_bytes(worker: Any) -> int:
+    """Count the bytes of parameters, and packed matrices."""
+    runner = worker.model_runner
+    models = [runner.target.model, *([] if runner.drafter is None else [runner.drafter.model])]
+    storages = {one.untyped_storage()._cdata: one.untyped_storage() for model in models for one in model.parameters()}
+    packed = sum("cpu_linear" in vars(module) for model in models for module in model.modules())
+    return packed + sum(storage.nbytes() for storage in storages.values())
+
+
 def test_sleep_and_new_weights(pair: tuple[Models, Models]) -> None:
     old, new = pair
     with engine(**new.options()) as llm:
@@ -89,6 +98,7 @@ def test_sleep_and_new_weights(pair: tuple[Models, Models]) -> None:
             level = 1 + cycle % 2
             llm.sleep(level=level)
             assert llm.collective_rpc(kv_bytes) == [0]
+            assert (llm.collective_rpc(weight_bytes) == [0]) == (level == 2)
             llm.wake_up(tags=["weights"])
             if level == 2:
                 reload(llm)
@@ -99,7 +109,7 @@ def test_sleep_and_new_weights(pair: tuple[Models, Models]) -> None:
             sizes.append(psutil.Process().memory_info().rss >> 10)
         assert max(sizes[5:]) - min(sizes[5:]) < 4096, sizes
 
-        with pytest.raises(ValueError, match="nowhere is no folder"):
+        with pytest.raises(ValueError, match="nowhere is not a folder"):
             reload(llm, weights_path="nowhere")
         assert ask(llm) == before
         for _ in range(5):
@@ -117,6 +127,8 @@ def test_sleep_and_new_weights(pair: tuple[Models, Models]) -> None:
         assert ask(llm) == expected
         with pytest.raises(ZeroDivisionError):
             reload(llm, weights_iterator=fail_half_way(f"{old.target}/model.safetensors"))
+        llm.sleep(level=2)
+        llm.wake_up()
         reload(llm, weights_path=new.target)
         assert ask(llm) == expected
         calls = text_for("tests/full_tests/test_sleep.py::test_sleep_and_new_weights", GUIDE)

@@ -288,11 +288,12 @@ PROCESSORS = dict(logits_processors=["vllm.v1.sample.logits_processor:MinPLogits
 WHOLE_PROMPTS = dict(enable_chunked_prefill=False, max_num_batched_tokens=2048)
 
 
-def connecting(names: str | tuple[str, ...], *, recomputes: bool = False) -> dict[str, Any]:
+def connecting(names: str | tuple[str, ...], *, recomputes: bool = False, has_folder: bool = True) -> dict[str, Any]:
     """Options that connect by this connector, or by several."""
-    config: dict[str, Any] = dict(kv_connector=names)
+    folder = dict(kv_connector_extra_config={"shared_storage_path": "kv"}) if has_folder else {}
+    config: dict[str, Any] = dict(kv_connector=names, **folder)
     if isinstance(names, tuple):
-        parts = [dict(kv_connector=name, kv_role="kv_both") for name in names]
+        parts = [dict(kv_connector=name, kv_role="kv_both", **folder) for name in names]
         config = dict(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": parts})
     policy = "recompute" if recomputes else "fail"
     return dict(kv_transfer_config=KVTransferConfig(**config, kv_role="kv_both", kv_load_failure_policy=policy))
@@ -366,7 +367,9 @@ REFUSED: list[Any] = [
     ("OffloadingConnector is not", dict(options=connecting(("NixlConnector", "OffloadingConnector")))),
     ("use --no-enable-chunked-prefill", dict(options=connecting("ExampleConnector"))),
     ("Sleep frees the KV", dict(options=connecting("NixlConnector") | dict(enable_sleep_mode=True))),
-    ("one rank without", dict(options=connecting("ExampleConnector") | WHOLE_PROMPTS | dict(enable_lora=True))),
+    ("leave out --enable-lora", dict(options=connecting("ExampleConnector") | WHOLE_PROMPTS | dict(enable_lora=True))),
+    ("set shared_storage_path", dict(options=connecting("ExampleConnector", has_folder=False) | WHOLE_PROMPTS)),
+    ("MultiConnector has no connectors", dict(options=connecting(()))),
     ("recompute is for", dict(options=connecting("ExampleConnector", recomputes=True) | WHOLE_PROMPTS)),
     ("connectors are for models", dict(options=connecting("NixlConnector") | dict(runner="pooling"))),
     (None, dict(options=dict(runner="pooling"))),

@@ -73,7 +73,7 @@ class DeviceTraits:
     """The length of the slices into which prompt chunks are cut (`vllm_gaudi_spec.slices`); 0 to give each chunk a row
     of its own."""
     decode_step: int = 0
-    """The smallest difference of numbers of decoding rows between powers of two, as for `prefill_step`."""
+    """The smallest step between decode batch sizes; 0 for powers of two only."""
     prefill_step: int = 0
     """The smallest difference of prefill buckets between powers of two, where padding costs more than another shape. 0:
     only powers of two."""
@@ -285,7 +285,8 @@ class Weights:
         return f"for which there are no kernels yet on {self.device_name}"
 
     def refresh(self, model: nn.Module, *, dropped: bool = False) -> None:
-        """Derive again what loading does not derive from weights that have changed, or drop everything derived."""
+        """Rebuild data derived from weights after an update, where vLLM's loading does not. If `dropped`, free it
+        instead."""
 
     def prepare_model(self, model: nn.Module) -> None:
         """Move loaded weights to the device, in the layout that it needs. No-op: by default, loaded weights are on the

@@ -156,7 +156,10 @@ class ReadBlocks:
             seen[row] = num_computed // size
 
     def load(self, block_ids: list[int]) -> None:
-        """Record that a KV connector fills blocks, with the drafter's part if the drafter keeps up."""
+        """Record blocks that a KV connector fills.
+
+        They count as read if the drafter's KV is transferred too, and as unread otherwise.
+        """
         self._read_np[block_ids] = max(self._sizes, default=0) if self._keeps_up else 0
 
     def clear_new(self) -> None:

@@ -225,7 +225,7 @@ class SpecPlatform(Platform):
     @classmethod
     def is_sleep_mode_available(cls) -> bool:
         # vLLM asks only if sleep mode is enabled, and its own refusal names no option.
-        refuse_sleep(load_backend())
+        refuse_sleep(None, load_backend())
         return True
 
 

@@ -95,38 +95,65 @@ def _connector_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iter
     if model.enable_sleep_mode:
         yield "Sleep frees the KV that other servers read; leave out --enable-sleep-mode or --kv-transfer-config."
     names = {str(part.get("kv_connector")) for part in parts}
+    if not names:
+        yield "MultiConnector has no connectors; list them in kv_connector_extra_config of --kv-transfer-config."
     if others := sorted(names - set(_CONNECTORS)):
         yield f"KV connector {others[0]} is not supported; use {' or '.join(_CONNECTORS)} in --kv-transfer-config."
     if config.kv_load_failure_policy == "recompute" and names - {"NixlConnector"}:
         # A connector that loads before a forward may report the failure when the step's tokens are sampled.
         yield "kv_load_failure_policy recompute is for NixlConnector alone; set it to fail in --kv-transfer-config."
-    if "ExampleConnector" in names:
+    if examples := [part for part in parts if part.get("kv_connector") == "ExampleConnector"]:
         # It stores a prompt whole after its first chunk, under a name that follows from the tokens alone.
         if vllm_config.scheduler_config.enable_chunked_prefill:
             yield "ExampleConnector cannot store prompts in chunks; use --no-enable-chunked-prefill."
-        if vllm_config.parallel_config.world_size > 1 or vllm_config.lora_config is not None:
-            yield "ExampleConnector stores the KV of one rank without adapters; use NixlConnector."
+        if vllm_config.parallel_config.world_size > 1:
+            yield "ExampleConnector stores the KV of one rank; use NixlConnector, or --tensor-parallel-size 1."
+        if vllm_config.lora_config is not None:
+            yield "ExampleConnector does not tell adapters apart; leave out --enable-lora."
+        if any("shared_storage_path" not in (part.get("kv_connector_extra_config") or {}) for part in examples):
+            yield "ExampleConnector needs a folder; set shared_storage_path in its kv_connector_extra_config."
 
 
-def refuse_sleep(backend: DeviceBackend) -> None:
+def refuse_sleep(vllm_config: VllmConfig | None, backend: DeviceBackend, level: int = 1) -> None:
+    """Refuse sleep on this device, and with this configuration if it is known."""
+    remedy = "and call wake_up if requests wait"
     if not backend.traits.sleeps:
         where = f"{backend.traits.name} in {backend.traits.mode} mode, whose graphs hold addresses"
-        remedy = "leave out --enable-sleep-mode, and call wake_up if requests wait"
-        raise UnsupportedConfigError(f"Sleep is not supported on {where}; {remedy}.")
+        raise UnsupportedConfigError(f"Sleep is not supported on {where}; leave out --enable-sleep-mode, {remedy}.")
+    if vllm_config is None:
+        return
+    if vllm_config.kv_transfer_config is not None:
+        raise UnsupportedConfigError(
+            f"Sleep would free the KV that other servers read; leave out --kv-transfer-config, {remedy}."
+        )
+    if level > 1 and (reason := _find_fixed_weights(vllm_config, backend)):
+        raise UnsupportedConfigError(
+            f"Sleep of level 2 drops weights, which cannot be replaced with {reason}; use level 1, {remedy}."
+        )
 
 
 def refuse_new_weights(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
+    if reason := _find_fixed_weights(vllm_config, backend):
+        raise UnsupportedConfigError(
+            f"Weights of a running engine cannot be replaced with {reason}; start another engine."
+        )
+
+
+def _find_fixed_weights(vllm_config: VllmConfig, backend: DeviceBackend) -> str | None:
+    """Return why weights cannot be replaced: steps do not read them as loaded, or other state depends on them."""
     spec_config, options = vllm_config.speculative_config, Options.from_vllm(vllm_config)
     models = [vllm_config.model_config, getattr(spec_config, "draft_model_config", None) or vllm_config.model_config]
-    derived = [one.quantization or one.use_mla or one.is_moe or one.has_inner_state for one in models]
-    replaced = [vllm_config.lora_config, target_config(), drafter_config(options)]
-    if any(derived) or any(replaced) or getattr(spec_config, "parallel_drafting", False):
-        kind = "quantized, under adapters, or of latent attention, experts, recurrent layers or a parallel head"
-    elif not backend.traits.updates_weights:
-        kind = f"on {backend.traits.name}"
-    else:
-        return
-    raise UnsupportedConfigError(f"Weights that are {kind} do not change in a running engine; start another engine.")
+    reasons = {
+        f"device {backend.traits.name}": not backend.traits.updates_weights,
+        "quantization": any(one.quantization for one in models) or target_config() or drafter_config(options),
+        "latent attention": any(one.use_mla for one in models),
+        "experts": any(one.is_moe for one in models),
+        "recurrent layers": any(one.has_inner_state for one in models),
+        "a parallel head": getattr(spec_config, "parallel_drafting", False),
+        "LoRA adapters": vllm_config.lora_config,
+        "a KV connector, which may hold KV of the old weights": vllm_config.kv_transfer_config,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def _profiler_refusals(vllm_config: VllmConfig) -> Iterator[str]:

@@ -1,4 +1,7 @@
-"""Sleep and new weights: steps keep the tensors that they know, whose memory goes and comes, or gets new contents."""
+"""Sleep, wake-up and weight updates.
+
+Tensors keep their identity, so captured steps stay valid: only their memory is freed, reallocated or overwritten.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +29,21 @@ class Residence:
 
     def __init__(self, backend: DeviceBackend, target: LoadedModel, drafter: LoadedModel | None) -> None:
         self._backend, self._target, self._drafter = backend, target, drafter
-        self._asleep: dict[str, Callable[[], None]] = {}  # what brings back the memory, by tag
-        self._incomplete: list[LoadedModel] = []  # models whose weights were dropped, or are only partly new
+        self._asleep: dict[str, Callable[[], None]] = {}
+        """Maps a tag to the function that restores its memory."""
+        self._incomplete: list[LoadedModel] = []
+        """Models without complete weights, after sleep of level 2 or a failed update."""
 
     def check_weights(self) -> None:
         if self._incomplete:
-            raise UnsupportedConfigError("Sleep of level 2 or a failed update left no weights; call reload_weights.")
+            raise UnsupportedConfigError(
+                "The weights are missing or incomplete after sleep of level 2 or a failed update; call reload_weights."
+            )
 
     def sleep(self, level: int) -> None:
         """Free KV and weights. Up to level 1, the host keeps the weights."""
+        for loaded in self._incomplete:
+            finalize_layerwise_reload(loaded.model, loaded.model_config)  # Restore the tensors that steps read.
         self.discard([KV])
         models = [loaded for loaded in (self._target, self._drafter) if loaded is not None]
         if level > 1:
@@ -53,7 +62,8 @@ class Residence:
 
     def wake_up(self, tags: Collection[str] | None) -> None:
         for tag in [tag for tag in self._asleep if tags is None or tag in tags]:
-            self._asleep.pop(tag)()
+            self._asleep[tag]()
+            del self._asleep[tag]
 
     def reload(
         self,
@@ -66,17 +76,21 @@ class Residence:
         """Copy new weights of the target or the drafter over those that steps read, with vLLM's arguments."""
         if (loaded := self._drafter if is_draft else self._target) is None:
             raise UnsupportedConfigError("The engine has no drafter with weights; leave out is_draft.")
+        if not is_checkpoint_format:
+            raise UnsupportedConfigError("Weights are packed here; pass them in the checkpoint's format.")
         if WEIGHTS in self._asleep:
             raise UnsupportedConfigError("Weights are asleep; call wake_up with the tag weights before an update.")
         if weights_path is not None and not Path(weights_path).is_dir():
-            raise UnsupportedConfigError(f"{weights_path} is no folder, from which weights could be read.")
-        finalize_layerwise_reload(loaded.model, loaded.model_config)  # of an update that failed
+            raise UnsupportedConfigError(f"weights_path {weights_path} is not a folder; pass that of a checkpoint.")
+        finalize_layerwise_reload(loaded.model, loaded.model_config)  # An earlier update may have failed.
         self._incomplete.append(loaded)
         config = copy(loaded.vllm_config)
-        config.model_config, config.load_config = loaded.model_config, loaded.load_config
+        # vLLM writes `weights_path` there.
+        config.model_config, config.load_config = copy(loaded.model_config), loaded.load_config
         loads_on = upstream.device_type_while_loading(loaded.load_config.device)
         with upstream.tensor_parallel_group(loaded.group), loads_on:
-            reload_weights(config, loaded.model, weights_iterator, weights_path, is_checkpoint_format)
+            reload_weights(config, loaded.model, weights_iterator, weights_path)
+        loaded.model_config = config.model_config
         self._backend.weights.refresh(loaded.model)
         self._incomplete = [other for other in self._incomplete if other is not loaded]
         if self._incomplete and not is_draft:

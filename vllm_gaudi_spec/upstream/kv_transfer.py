@@ -1,4 +1,4 @@
-"""KV connectors of this process, the calls around a step as vLLM's second runner makes them, and their context.
+"""vLLM's KV connectors, and the wrapper of a step from its second model runner.
 
 Breaks when a connector is called at another point of a step, or looks for its layers elsewhere.
 """

@@ -1,6 +1,7 @@
 """Functions as compiled regions, on the CPU with torch's own backends."""
 
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import fx
 from torch._dynamo.backends.registry import lookup_backend
 
 from vllm_gaudi_spec.devices.common.arguments import flatten
-from vllm_gaudi_spec.devices.common.regions import RegionCompiler
+from vllm_gaudi_spec.devices.common.regions import CompiledFunction, RegionCompiler
 from vllm_gaudi_spec.devices.common.tracing import NotCompilableError
 
 
@@ -236,3 +237,14 @@ def test_c23_collectives_run_outside_of_regions(
     assert made.num_steps == 6, "three collectives, what is before the first and the second, and the end"
     targets = [str(node.target) for graph in compiler.graphs for node in graph.graph.nodes]
     assert not any("c10d" in target for target in targets)
+
+
+def test_memory_that_an_outside_tensor_had_before_sleep_is_not_its_own() -> None:
+    """Memory is reused, so an argument may get that of a weight."""
+    weight, argument = torch.ones(2), torch.ones(2)
+    tracer: Any = SimpleNamespace(fakes=SimpleNamespace(values=[0, 0]), outside={1: weight})
+    function = CompiledFunction([argument], [], tracer, [0], None)
+    assert not function.fits([weight])
+    former = weight.view(2)
+    weight.data = torch.ones(2)
+    assert function.fits([former])

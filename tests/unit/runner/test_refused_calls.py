@@ -10,7 +10,8 @@ from vllm.v1.executor import UniProcExecutor
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Graphs, Memory
-from vllm_gaudi_spec.refusals.features import refuse_new_weights
+from vllm_gaudi_spec.platforms import base
+from vllm_gaudi_spec.refusals.features import refuse_new_weights, refuse_sleep
 from vllm_gaudi_spec.runner.residence import Residence
 from vllm_gaudi_spec.worker import Worker
 
@@ -23,7 +24,7 @@ def paused_engine() -> Any:
     executor: Any = UniProcExecutor.__new__(UniProcExecutor)
     worker: Any = Worker.__new__(Worker)
     worker.model_runner = SimpleNamespace(residence=Residence(LAZY, None, None))
-    worker.backend = LAZY
+    worker.vllm_config, worker.backend = None, LAZY
     executor.sleeping_tags, executor.driver_worker = set(), worker
     states: list[PauseState] = [PauseState.PAUSED_ALL]
     engine: Any = EngineCore.__new__(EngineCore)
@@ -58,7 +59,7 @@ def test_refusal_of_sleep_says_that_requests_wait() -> None:
     assert not engine.is_scheduler_paused()
 
 
-def config(drafter: dict[str, Any] | None = None, lora: object = None, **target: Any) -> Any:
+def config(drafter: dict[str, Any] | None = None, lora: object = None, connector: object = None, **target: Any) -> Any:
     plain = dict(quantization=None, use_mla=False, is_moe=False, has_inner_state=False)
     draft_config = None if drafter is None else SimpleNamespace(**plain | drafter)
     speculative = SimpleNamespace(draft_model_config=draft_config, parallel_drafting=False)
@@ -66,6 +67,7 @@ def config(drafter: dict[str, Any] | None = None, lora: object = None, **target:
         model_config=SimpleNamespace(**plain | target),
         speculative_config=None if drafter is None else speculative,
         lora_config=lora,
+        kv_transfer_config=connector,
         additional_config={},
     )
 
@@ -83,9 +85,10 @@ def test_plain_weights_may_change() -> None:
         config(is_moe=True),
         config(has_inner_state=True),
         config(lora=object()),
+        config(connector=object()),
         config(drafter=dict(quantization="awq")),
     ],
-    ids=["quantized", "latent", "experts", "recurrent", "adapters", "quantized drafter"],
+    ids=["quantized", "latent", "experts", "recurrent", "adapters", "connector", "quantized drafter"],
 )
 def test_weights_that_steps_do_not_read_as_loaded_are_refused(changed: Any) -> None:
     worker: Any = Worker.__new__(Worker)
@@ -96,8 +99,31 @@ def test_weights_that_steps_do_not_read_as_loaded_are_refused(changed: Any) -> N
 
 def test_devices_that_change_weights_at_load_are_refused() -> None:
     other: Any = SimpleNamespace(traits=SimpleNamespace(name="ascend", updates_weights=False))
-    with pytest.raises(UnsupportedConfigError, match="on ascend do not change"):
+    with pytest.raises(UnsupportedConfigError, match="cannot be replaced with device ascend"):
         refuse_new_weights(config(), other)
+
+
+def test_device_that_cannot_sleep_refuses_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "load_backend", lambda: LAZY)
+    with pytest.raises(UnsupportedConfigError, match=r"in lazy mode, .*leave out --enable-sleep-mode"):
+        base.SpecPlatform.is_sleep_mode_available()
+
+
+def test_sleep_that_ends_with_other_weights_names_the_level() -> None:
+    awake: Any = SimpleNamespace(traits=SimpleNamespace(**vars(TRAITS) | dict(sleeps=True)))
+    refuse_sleep(config(is_moe=True), awake)
+    with pytest.raises(UnsupportedConfigError, match="replaced with experts; use level 1, and call wake_up"):
+        refuse_sleep(config(is_moe=True), awake, level=2)
+    with pytest.raises(UnsupportedConfigError, match="leave out --kv-transfer-config, and call wake_up"):
+        refuse_sleep(config(connector=object()), awake)
+
+
+def test_memory_that_cannot_be_restored_stays_asleep() -> None:
+    residence: Any = Residence(LAZY, SimpleNamespace(), None)
+    residence._asleep["kv_cache"] = lambda: [][0]
+    with pytest.raises(IndexError):
+        residence.wake_up(None)
+    assert [*residence._asleep] == ["kv_cache"]
 
 
 def test_updates_wait_until_weights_are_awake_and_steps_until_they_are_complete() -> None:

@@ -234,7 +234,7 @@ def _choose(
 
 
 def repack(model: nn.Module, *, dropped: bool) -> None:
-    """Pack embeddings and output matrices, which have changed, again, or free all packed weights.
+    """Repack embeddings and output matrices after an update, or free all packed weights if `dropped`.
 
     vLLM packs the weights that it loads, but not an output matrix that is tied to the embeddings.
     """
