@@ -130,6 +130,7 @@ def test_sleep_and_new_weights(pair: tuple[Models, Models]) -> None:
         llm.sleep(level=2)
         llm.wake_up()
         reload(llm, weights_path=new.target)
+        reload(llm, weights_path=new.drafter, is_draft=True)
         assert ask(llm) == expected
         calls = text_for("tests/full_tests/test_sleep.py::test_sleep_and_new_weights", GUIDE)
         assert "sleep(level=1)" in calls

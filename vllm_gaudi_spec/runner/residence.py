@@ -89,7 +89,7 @@ class Residence:
         config.model_config, config.load_config = copy(loaded.model_config), loaded.load_config
         loads_on = upstream.device_type_while_loading(loaded.load_config.device)
         with upstream.tensor_parallel_group(loaded.group), loads_on:
-            reload_weights(config, loaded.model, weights_iterator, weights_path)
+            reload_weights(config, loaded.model, weights_iterator, weights_path, is_checkpoint_format)
         loaded.model_config = config.model_config
         self._backend.weights.refresh(loaded.model)
         self._incomplete = [other for other in self._incomplete if other is not loaded]
