@@ -65,7 +65,7 @@ def test_a_region_is_compiled_at_its_first_run_and_launched_once(card: Any, regi
 
 
 def test_memory_of_weights_may_move(card: Any, regions: RegionCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in sleep: the host keeps the numbers."""
+    """The host keeps the values during sleep."""
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
     memory = HpuMemory(open_bridge(), Graphs())
     weight, kv = hpu(1.0, 2.0), hpu(5.0, 5.0)

@@ -1,4 +1,4 @@
-"""Prompts whose KV another engine computed: the texts are those of one engine, and drafters are as often right."""
+"""Prompts whose KV another engine computed get the texts of one engine, with the same acceptance rate."""
 
 import json
 import signal
@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stored(folder: Path) -> Said:
-    """What an engine says that computes all prompts and stores their KV, without that of a drafter."""
+    """Return the texts of an engine that computes all prompts and stores their KV, without that of a drafter."""
     return say(folder, ngram())
 
 
@@ -190,7 +190,7 @@ needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="needs `pip in
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
-    """What one server says without drafts, by model."""
+    """Return the texts of one server without drafts, by model."""
     log = tmp_path_factory.mktemp("alone") / "log"
     return {model: ask_alone(model, REQUESTS, log) for model in (TARGET, heads.target("mtp"))}
 

@@ -145,7 +145,7 @@ def fail_half_way(file: str) -> Any:
 
 
 def test_running_requests_continue_with_new_weights(pair: tuple[Models, Models]) -> None:
-    """What they have said stays, and what follows is what the new weights say after it: nothing old is read again."""
+    """Their tokens stay, and the new weights continue from them: no KV of the old weights is read again."""
     old, new = pair
     with engine(**old.options()) as llm:
         step = llm.llm_engine
@@ -186,7 +186,7 @@ def test_stale_drafter_stops_drafting(tmp_path: Path, monkeypatch: pytest.Monkey
     def at(times: Any, num_rows: int) -> Any:
         return adaptive._Size(np.array([1.0, 1.2, 1.3, 1.4])[: len(times._choices)])
 
-    # Steps of fixed times, whatever else the machine does.
+    # Fix the times of steps, so that other load on the machine does not matter.
     monkeypatch.setattr(adaptive.StepTimes, "_at", at)
     monkeypatch.setattr(adaptive.StepTimes, "observe", lambda *measured: None)
     with engine(other) as llm:

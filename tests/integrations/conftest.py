@@ -21,7 +21,7 @@ def prepare() -> None:
     """What a process of vllm-ascend's does before anything else, its plugins and ours included."""
     paths = [str(HERE / "engine"), str(torch_npu_folder()), str(HERE / "doubles")]
     sys.path[:0] = paths
-    # For processes of their own: engines, and those in which vLLM looks at models.
+    # Engines, and the processes in which vLLM inspects models, read these variables.
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, str(HERE.parents[1])])
     # vllm-ascend's own switch: memory that is mapped piece by piece is not emulated.
     os.environ["PYTORCH_NPU_ALLOC_CONF"] = "expandable_segments:False"

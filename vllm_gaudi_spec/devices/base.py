@@ -195,9 +195,12 @@ class Memory:
         raise NotImplementedError
 
     def release(self, tensors: Iterable[torch.Tensor], *, keep: bool) -> Callable[[], None]:
-        """Free the device's memory of tensors, and return a function that gives them memory again: with their contents,
-        if the host has to `keep` them, or zeroed."""
-        raise NotImplementedError("refused at start-up")
+        """Free the device's memory of tensors, and return a function that restores it.
+
+        The tensors get their contents back if the host has to `keep` them, and zeros otherwise. Only devices with the
+        trait `sleeps` implement this.
+        """
+        raise NotImplementedError
 
     def make_block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
         """Return a function that copies KV blocks, as (source, target) pairs, in all caches from `allocate_kv`."""

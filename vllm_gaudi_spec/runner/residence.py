@@ -25,7 +25,7 @@ WEIGHTS, KV = "weights", "kv_cache"  # vLLM's tags
 
 
 class Residence:
-    """The weights and the KV of a loaded runner."""
+    """Memory of weights and KV that sleep frees, and that updates overwrite."""
 
     def __init__(self, backend: DeviceBackend, target: LoadedModel, drafter: LoadedModel | None) -> None:
         self._backend, self._target, self._drafter = backend, target, drafter
@@ -94,4 +94,4 @@ class Residence:
         self._backend.weights.refresh(loaded.model)
         self._incomplete = [other for other in self._incomplete if other is not loaded]
         if self._incomplete and not is_draft:
-            self.reload(is_draft=True)  # sleep has dropped the drafter as well
+            self.reload(is_draft=True)  # Sleep dropped the drafter as well.

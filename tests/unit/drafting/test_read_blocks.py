@@ -11,7 +11,7 @@ ROWS, SIZES, LONGEST = 5, (4, 8), 40
 
 
 def test_loaded_block_has_what_a_connector_transfers() -> None:
-    """Whatever the drafter had read of the tokens that a block held before."""
+    """A loaded block counts as read only if the drafter's KV came with it, whatever it held before."""
     requests = SimpleNamespace(
         tables_np=[np.array([[3, 5, 0, 0]])], block_sizes=(4,), num_blocks=[np.array([2], dtype=np.int64)]
     )

@@ -1,4 +1,4 @@
-"""What `make verify-gaudi` and `make verify-ascend` make of the counts of a card and of the emulated one."""
+"""`make verify-gaudi` and `make verify-ascend` compare the counts of a card with those of the emulated one."""
 
 import sys
 from typing import Any

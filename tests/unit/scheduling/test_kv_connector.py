@@ -1,4 +1,4 @@
-"""Which blocks the scheduler reports as filled by a KV connector."""
+"""The scheduler reports the blocks that a KV connector fills."""
 
 from pathlib import Path
 from typing import Any

@@ -76,7 +76,7 @@ class CpuMemory(Memory):
         return allocate_kv_cache(kv_cache_config, _DEVICE, layout)
 
     def release(self, tensors: Iterable[torch.Tensor], *, keep: bool) -> Callable[[], None]:
-        # By storage, since all layers' KV is views of one.
+        # The KV of all layers is views of one storage.
         found = {} if keep else {storage._cdata: storage for storage in map(torch.Tensor.untyped_storage, tensors)}
         sizes = [(storage, storage.nbytes()) for storage in found.values()]
         for storage, _ in sizes:
