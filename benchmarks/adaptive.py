@@ -4,8 +4,8 @@ python -m benchmarks adaptive --json .bench/adaptive.json
 
 For each method, engines live side by side, each in a process of its own, and take turns: no speculation, the method
 with k drafts and with fewer, and adaptive verification with k. A turn is one batch of prompts, past any end token; the
-next turn has other prompts. The first turns of a batch size, in which the engine learns, are reported apart. Ratios are
-of neighboring turns.
+next turn has other prompts. With --rounds N, a turn has N times as many prompts, and a request starts when one ends.
+The first turns of a batch size, in which the engine learns, are reported apart. Ratios are of neighboring turns.
 
 With --size the target and an EAGLE head have that shape and random weights, and drafts are accepted at the given rates:
 
@@ -62,6 +62,13 @@ def parse_options() -> argparse.Namespace:
         metavar="R",
         help="acceptance rates of drafts, with --size",
     )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="requests of a turn per request that runs at a time; with more than 1, the next starts when one ends",
+    )
     parser.add_argument("--learn", type=int, default=3, metavar="N", help="first turns, reported apart")
     return parser.parse_args()
 
@@ -90,7 +97,7 @@ def start_demo(method: str, model: str, options: argparse.Namespace, name: str, 
 
 def start_dummy(folder: Path, options: argparse.Namespace, name: str, setup: dict[str, Any]) -> Engine:
     rows, dtype = max(options.batches), dummy.DTYPES[options.size]
-    length = PROMPT + options.tokens + options.drafts + 1
+    length = PROMPT + 2 * options.tokens + options.drafts + 1
     kv_bytes = 1.1 * dummy.kv_bytes(dummy.SIZES[options.size], dtype) * (rows + 1) * (length + 128)
     return Engine(
         f"adaptive-{options.size}-{name.replace(' ', '')}",
@@ -126,7 +133,8 @@ def measure(
 
             def ask(engine: Engine, batch: int = batch) -> float:
                 num_turns[engine] += 1
-                return engine.turn(batch, options.tokens, first=num_turns[engine] * batch)
+                first = num_turns[engine] * batch * options.rounds
+                return engine.turn(batch, options.tokens, first, options.rounds)
 
             first = take(engines, options.learn, ask)
             turns = take(engines, options.turns, ask)
@@ -167,7 +175,7 @@ def measure_all(options: argparse.Namespace) -> None:
                 start = partial(start_demo, method, model, options)
                 rows += measure({"method": method}, list_setups(METHODS[method], options), start, options)
     show(rows, options)
-    settings = ("size", "drafts", "fixed", "tokens", "learn", "turns", "texts")
+    settings = ("size", "drafts", "fixed", "tokens", "rounds", "learn", "turns", "texts")
     common.write_rows(options, settings, rows, machine=dummy.describe_machine())
 
 

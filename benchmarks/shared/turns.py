@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import comb
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -74,12 +74,13 @@ class Engine:
             raise
         self.startup_s = time.perf_counter() - started
 
-    def turn(self, batch: int, tokens: int, first: int) -> float:
-        """Return the seconds that `batch` greedy requests of `tokens` tokens take, past any end token.
+    def turn(self, batch: int, tokens: int, first: int, rounds: int = 1) -> float:
+        """Return the seconds that `rounds` times `batch` greedy requests take, past any end token.
 
-        Their prompts begin with the one of index `first`.
+        Of these, `batch` run at a time. Each has `tokens` tokens; with several rounds the lengths vary around that, so
+        that requests end one by one. Their prompts begin with the one of index `first`.
         """
-        self._pipe.send((batch, tokens, first))
+        self._pipe.send((batch, tokens, first, rounds))
         return float(self._answer())
 
     def counter(self, name: str) -> int:
@@ -142,13 +143,31 @@ def _serve(
             if callable(asked):
                 pipe.send(asked(llm))
                 continue
-            batch, tokens, first = asked
+            batch, tokens, first, rounds = asked
+            numbers = range(first, first + rounds * batch)
+            lengths = [tokens if rounds == 1 else tokens // 2 + tokens * (number % 5) // 4 for number in numbers]
             # Seeds of their own: with one for all, what is accepted at a position is one draw.
-            params = [drafting.sampling(0.0, tokens, seed) for seed in range(first, first + batch)]
-            requests = [{"prompt_token_ids": prompts[i % len(prompts)]} for i in range(first, first + batch)]
+            params = [drafting.sampling(0.0, length, seed) for length, seed in zip(lengths, numbers, strict=True)]
+            requests = [{"prompt_token_ids": prompts[number % len(prompts)]} for number in numbers]
             started = time.perf_counter()
-            llm.generate(requests, params, use_tqdm=False)
+            _answer_requests(llm.llm_engine, requests, params, batch)
             pipe.send(time.perf_counter() - started)
+
+
+def _answer_requests(engine: Any, requests: list[Any], params: list[Any], concurrency: int) -> None:
+    """Run all requests, `concurrency` of them at a time."""
+    from vllm.sampling_params import RequestOutputKind
+
+    waiting = enumerate(zip(requests, params, strict=True))
+    num_running = 0
+    while True:
+        for number, (request, sampling) in islice(waiting, concurrency - num_running):
+            sampling.output_kind = RequestOutputKind.FINAL_ONLY
+            engine.add_request(str(number), request, sampling)
+            num_running += 1
+        if not num_running:
+            return
+        num_running -= sum(output.finished for output in engine.step())
 
 
 def take(engines: dict[str, Asked], count: int, ask: Callable[[Asked], Answer]) -> list[dict[str, Answer]]:
