@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -91,9 +91,13 @@ class Acceptance:
         return len(max_drafts_by_id) + np.concatenate(([0.0], accepted_K))
 
 
+_OWN_STEPS = 4
+"""The number of steps in a row whose times say something of their choice alone. Later changes are those of all."""
+_OWN_SMOOTHING = 1 / 2
+"""The weight of one of these steps in the mean of its choice."""
 _SMOOTHING = 1 / 8
-"""The weight of a step's time in the mean of its choice."""
-_LARGEST_CHANGE = 2.0
+"""The weight of a later step."""
+_LARGEST_CHANGE = 1.5
 """The factor by which one step's time may exceed the mean: a longer step is a pause."""
 _DOUBT = 1 / 4096
 """The share by which a step shortens the times of all other choices, so that each of them runs again after a while: its
@@ -117,9 +121,12 @@ class _Size:
     num_measured: int = 0
     """The number of steps that measured it in a row."""
     first: float = 0.0
-    """Seconds of the first of them."""
-    is_new: bool = True
-    """Whether no step corrected the times of warm-up yet."""
+    """Seconds of the first step of a choice that is not known."""
+    is_known_J: np.ndarray = field(init=False)
+    """Whether steps corrected the choice's time of warm-up."""
+
+    def __post_init__(self) -> None:
+        self.is_known_J = np.zeros(len(self.seconds_J), dtype=bool)
 
 
 class StepTimes:
@@ -176,18 +183,22 @@ class StepTimes:
             seconds: The time since the step before it ended.
         """
         size, index = self._at(num_rows), self._choices.index(num_drafts)
-        expected = size.seconds_J[index]
         size.num_measured = size.num_measured + 1 if index == size.measured else 1
         size.measured = index
-        if size.num_measured == 1:
-            size.first = seconds
-        elif size.num_measured == 2:  # these two say something of this choice alone, and either may have been a pause
-            seconds = min(size.first, seconds)
-            if size.is_new:
-                size.seconds_J, size.is_new = size.seconds_J * min(seconds / expected, 1), False
-            size.seconds_J[index] = seconds
+        expected = size.seconds_J[index]
+        change = min(seconds, _LARGEST_CHANGE * expected) - expected
+        if not size.is_known_J[index]:
+            if size.num_measured == 1:
+                size.first = seconds
+            else:
+                seconds = min(size.first, seconds)  # either may have been a pause
+                if not size.is_known_J.any():
+                    size.seconds_J = size.seconds_J * min(seconds / expected, 1)
+                size.seconds_J[index], size.is_known_J[index] = seconds, True
+        elif size.num_measured <= _OWN_STEPS:
+            size.seconds_J[index] += _OWN_SMOOTHING * change
         else:
-            size.seconds_J += _SMOOTHING * (min(seconds, _LARGEST_CHANGE * expected) - expected)
+            size.seconds_J += _SMOOTHING * change
         shortened_J = size.seconds_J * (1 - _DOUBT)
         shortened_J[index] = size.seconds_J[index]
         size.seconds_J = np.maximum(shortened_J, size.seconds_J[index] / 100)

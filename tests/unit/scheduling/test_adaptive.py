@@ -128,6 +128,16 @@ def test_number_that_looked_slow_in_warm_up_runs_again(number: int, rate: float)
     assert machine.run(3000, rates) > 0.97 * find_best(costs, rates, 3000)
 
 
+def test_noise_of_running_choices_does_not_slow_the_others() -> None:
+    times = StepTimes([1], [0, 1, 2])
+    times.start_from({1: [1.0, 1.0, 1.0]})
+    rng = random.Random(0)
+    for run in range(200):
+        for _ in range(20):
+            times.observe(1, 1 + run % 2, 1 + 0.3 * rng.random())
+    assert times.choose(1, np.array([1.2, 1.0, 1.0])) == 0
+
+
 @pytest.mark.parametrize(("costs", "gain"), [(LARGE_MODEL, 1.1), (SMALL_MODEL, 1.15)], ids=["large", "small"])
 def test_adaptive_is_faster_than_best_choice_if_requests_differ(costs: dict[int, float], gain: float) -> None:
     rates = alternating(0.1, 0.9)
