@@ -1,4 +1,4 @@
-"""Draft with a model that has another tokenizer than the target, and count how many drafts are accepted.
+"""Draft with a model whose tokenizer differs from the target's, and count how many drafts are accepted.
 
 .venv/bin/python examples/universal_drafting.py [--model TARGET --draft DRAFTER]
 """

@@ -246,7 +246,7 @@ def main() -> int:
         return 130
     except subprocess.CalledProcessError as error:
         print("\n".join(error.output.splitlines()[-25:]))
-        print(f"error: pip failed (exit {error.returncode}); its last lines stand above. Mend that and run this again.")
+        print(f"error: pip failed (exit {error.returncode}); its last lines are above. Fix that and run this again.")
         return 1
     marker.unlink()
     return 0

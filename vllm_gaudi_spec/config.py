@@ -157,7 +157,7 @@ def _object(value: Any, name: str = f"additional_config.{ADDITIONAL_CONFIG_KEY}"
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise UnsupportedConfigError(f"{name} must be an object with options by name, got {shown(value)}.")
+        raise UnsupportedConfigError(f"{name} must be an object, got {shown(value)}.")
     return value
 
 
@@ -311,7 +311,7 @@ class Speculation:
         return min(longest, self.drafter_max_len)
 
     def get_drafting_end(self, max_model_len: int) -> int:
-        """Return the context length from which on a row has no drafts."""
+        """Return the context length at which a row stops drafting."""
         longest = self.longest(max_model_len)
         if not self.block_size:
             return longest

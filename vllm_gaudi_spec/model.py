@@ -202,7 +202,7 @@ class LoadedModel:
             spec = layer.get_kv_cache_spec(self.vllm_config)
             if not isinstance(spec, AttentionSpec):
                 raise UnsupportedConfigError(
-                    f"{name} keeps no KV of attention; use a model whose attention layers all do."
+                    f"{name} is an attention layer without KV; use a model whose attention layers all keep KV."
                 )
             if not isinstance(layer.impl, RectangleAttentionImpl):
                 raise UnsupportedConfigError(
@@ -260,7 +260,7 @@ class LoadedModel:
         for name, owner in self._kv_owners.items():
             layer = self._layers[name]
             if _get_window(layer) != _get_window(owners[owner]):
-                raise RuntimeError(f"{name} reads the KV of {owner}, which keeps it for another window.")
+                raise RuntimeError(f"{name} reads the KV of {owner}, which has a different window.")
             layer.bind_kv_cache(caches[owner])
             layer.impl.bind(layer, caches[owner], self._backend)
 

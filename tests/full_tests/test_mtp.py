@@ -105,7 +105,7 @@ def check_lossless(model: str, config: dict[str, Any]) -> None:
 def test_layers_that_vllm_would_not_run_are_refused(tmp_path: Path) -> None:
     model = mtp_checkpoints.save("qwen3-next", tmp_path, layers=2)
     message = refusal(model, speculative_config=dict(method="mtp", num_speculative_tokens=2))
-    assert "has 2 MTP layers, and vLLM's Qwen3NextMTP runs only the first" in message
+    assert "has 2 MTP layers, but vLLM's Qwen3NextMTP runs only the first" in message
 
 
 def test_target_with_attention_of_its_own_is_refused(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def qwen2_audio() -> PreTrainedConfig:
 MODELS = [
     ("OlmoHybridForCausalLM", OlmoHybridConfig, "of a kind that is not supported yet (OlmoHybridForCausalLM)"),
     ("Step1ForCausalLM", lambda: LlamaConfig(**common()), "ALiBi"),
-    ("PanguProMoEV2ForCausalLM", lambda: LlamaConfig(**common()), "keys of attention sinks"),
+    ("PanguProMoEV2ForCausalLM", lambda: LlamaConfig(**common()), "attention sinks with keys"),
     ("GptOssForCausalLM", lambda: GptOssConfig(**common(num_local_experts=4), swiglu_limit=5.0), "swiglu_limit 5.0"),
     ("Qwen2AudioForConditionalGeneration", qwen2_audio, "text-only"),
     ("BertModel", lambda: BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2), "decoder-only"),

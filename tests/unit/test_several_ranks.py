@@ -32,7 +32,7 @@ SPREAD = dict(TWO, enable_expert_parallel=True)
     [
         (TWO, "has experts, which data-parallel ranks have to share; add --enable-expert-parallel"),
         (dict(SPREAD, all2all_backend="deepep_low_latency"), "use allgather_reducescatter, which is the default"),
-        (dict(SPREAD, speculative=DRAFT), "A drafter with experts does not run data parallel"),
+        (dict(SPREAD, speculative=DRAFT), "is a drafter with experts, which does not support data parallelism"),
     ],
     ids=str,
 )

@@ -1,8 +1,8 @@
 """Paged attention over a flat list of blocks: each is read once, whatever the number of queries and the longest row.
 
 Letters as in padded.py; N also counts the list's entries, and S is then the number of keys in an entry, which are those
-of one block or of several (`choose_group`). All queries of the row that owns an entry attend to it alone, with the
-row's maximum in the softmax, and a row's entries are added up. A long list is read in slices, between which each row's
+of one block or of several (`choose_group`). Only the queries of the row that owns an entry attend to it, with the row's
+maximum in the softmax, and a row's entries are added up. A long list is read in slices, between which each row's
 maximum and sums are kept, so that memory has a bound.
 
 The bridge has an operator `block_softmax`, but vllm-gaudi disables it on every card, and it has not been run with

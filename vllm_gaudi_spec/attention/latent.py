@@ -68,7 +68,7 @@ class LatentAttention(MLAAttention):
     """vLLM's layer with its weights and its registration as a layer with KV, called as other layers are.
 
     With sparse attention, a token's row also holds the indexer's key, after the latent numbers. Both are written and
-    read together, so blocks, prefixes and drafts are not concerned with it.
+    read together, so this makes no difference to blocks, prefixes and drafts.
     """
 
     impl: LatentAttentionImpl

@@ -121,8 +121,8 @@ def compute_query_positions(starts: torch.Tensor, num_queries: int) -> torch.Ten
 def is_in_reach(key_pos: torch.Tensor, query_pos: torch.Tensor, spec: AttentionLayerSpec) -> torch.Tensor:
     """Return which keys a query sees by their positions.
 
-    A query sees the keys up to its own, restricted to its window or chunk. In a layer that is not causal it also sees
-    as many later ones, up to the row's end.
+    A query sees the keys up to its own, restricted to its window or chunk. In a layer that is not causal, it also sees
+    equally many later keys, up to the row's end.
     """
     last = query_pos if spec.is_causal else query_pos + (spec.sliding_window or _NO_WINDOW) - 1
     seen = key_pos <= last

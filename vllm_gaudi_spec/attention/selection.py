@@ -47,8 +47,8 @@ def score_keys(
 def select(scores_BQK: torch.Tensor, number: int) -> torch.Tensor:
     """Return which keys are the `number` highest of each query, bool.
 
-    Of equal scores the first ones are selected. Products below zero count as zero, so equal scores are common, and the
-    selection must not depend on how many keys follow.
+    Among equal scores, the first ones are selected. Products below zero count as zero, so equal scores are common, and
+    the selection must not depend on how many keys follow.
     """
     last = scores_BQK.topk(number, dim=-1).values[..., -1:]
     above, equal = scores_BQK > last, scores_BQK == last

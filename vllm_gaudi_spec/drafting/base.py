@@ -228,7 +228,7 @@ class DraftingContext:
     """None for methods without a model."""
     sampling: Sampling
     pair: Pair | None = None
-    """The two vocabularies, if the drafter has another one than the target."""
+    """The two vocabularies, if the drafter's differs from the target's."""
 
     @property
     def spec_config(self) -> SpeculativeConfig:

@@ -202,7 +202,7 @@ class BlockKVSync(HeadKVSync):
         super().__init__(model, context, row_limits, head_size=0)
         self._model = model
         self._end = context.speculation.get_drafting_end(context.max_model_len)
-        """The length of a row from which on its block would reach beyond the drafter's last position."""
+        """The length at which a row's block would begin to reach beyond the drafter's last position."""
 
     def gather_hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         return None

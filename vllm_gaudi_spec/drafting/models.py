@@ -65,7 +65,7 @@ def load_drafter(
 def _get_drafter_group(vllm_config: VllmConfig, target: LoadedModel) -> GroupCoordinator:
     """Return the ranks that the drafter is split over.
 
-    Those of the target, or this rank alone if `draft_tensor_parallel_size` is 1 and each rank runs the whole drafter.
+    Those of the target, or only this rank if `draft_tensor_parallel_size` is 1 and each rank runs the whole drafter.
     """
     spec_config = vllm_config.speculative_config
     assert spec_config is not None

@@ -61,7 +61,7 @@ EMULATED_GENERATION = Variable(
     "VGS_EMULATED_GENERATION", GAUDI2, "the card that hpu-emulated emulates: gaudi2 or gaudi3"
 )
 EMULATOR = Variable(
-    "VGS_EMULATOR", "hostile", "kind lets hpu-emulated accept what fails on some cards or releases only"
+    "VGS_EMULATOR", "hostile", "kind lets hpu-emulated accept what fails only on some cards or releases"
 )
 TORCH_NPU = Variable(
     "VGS_TORCH_NPU",

@@ -162,8 +162,8 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
             outputs = [sum(outputs)]
         if len(names) != len(outputs):
             raise UnsupportedConfigError(
-                f"LoRA adapters of {module_name} are not supported, which is fused from {len(outputs)} parts with "
-                f"{len(names)} names; leave out --enable-lora."
+                f"LoRA adapters of {module_name} are not supported, because it is fused from {len(outputs)} parts but "
+                f"has {len(names)} names; leave out --enable-lora."
             )
         return ((name, (num_inputs, size)) for name, size in zip(names, outputs, strict=True))
 

@@ -289,11 +289,11 @@ def _warn_about_unused_options(vllm_config: VllmConfig) -> None:
             )
     if unused := [key for key in vllm_config.additional_config or () if key != ADDITIONAL_CONFIG_KEY]:
         logger.warning_once(
-            "Keys of additional_config without effect on this platform: %s.", ", ".join(map(repr, unused))
+            "These keys of additional_config have no effect on this platform: %s.", ", ".join(map(repr, unused))
         )
     if speculation is not None and (unused := list_installed_logits_processors()):
         logger.warning_once(
-            "Logits processors of installed packages are not used with speculative decoding: %s.", ", ".join(unused)
+            "Logits processors of installed packages have no effect with speculative decoding: %s.", ", ".join(unused)
         )
 
 
@@ -332,8 +332,8 @@ def _require_whole_images(vllm_config: VllmConfig) -> None:
     fewer, room = scheduler.max_num_scheduled_tokens, scheduler.max_num_batched_tokens
     if fewer is not None and fewer < room:
         raise UnsupportedConfigError(
-            f"--max-num-scheduled-tokens {fewer} may leave no room for an image of {model.model}, which is not "
-            "computed in parts; leave it out."
+            f"--max-num-scheduled-tokens {fewer} may leave no room for an image of {model.model}, which must be "
+            "computed in one step; leave it out."
         )
 
 
@@ -353,8 +353,8 @@ def _disable_hybrid_kv_manager(vllm_config: VllmConfig) -> None:
         return
     if scheduler.disable_hybrid_kv_cache_manager is False:
         raise UnsupportedConfigError(
-            f"Layers have KV of {len(shapes)} shapes, between which groups cannot share memory on this device; leave "
-            "out --no-disable-hybrid-kv-cache-manager."
+            f"Layers have KV of {len(shapes)} shapes, which cannot share memory on this device; leave out "
+            "--no-disable-hybrid-kv-cache-manager."
         )
     logger.info("The hybrid KV cache manager is disabled: layers have KV of %d shapes.", len(shapes))
     scheduler.disable_hybrid_kv_cache_manager = True

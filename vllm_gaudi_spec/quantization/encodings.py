@@ -68,7 +68,7 @@ class Words(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
     parts: tuple[str, ...]
-    """The ends of the names of the tensors that make a weight. All are needed."""
+    """The suffixes of the names of the tensors that make up a weight. All are needed."""
     decode: Callable[[Parts], torch.Tensor]
     """Returns float32 [N, K], or bfloat16 [E, K, N] for stacked experts."""
     rows: Callable[[Parts], tuple[torch.Tensor, torch.Tensor]] | None = None

@@ -212,7 +212,7 @@ def check_harmless(prefix: str | Path) -> None:
 
 def _check_inside_folder(path: Path) -> None:
     if not stays_inside(path):
-        raise QuantFilesError(f"{path} is a link out of its folder; copy the file there")
+        raise QuantFilesError(f"{path} is a link that points out of its folder; copy the file there")
 
 
 def _check_whole(path: Path) -> None:

@@ -106,7 +106,7 @@ def _compressed_tensors(described: Described) -> CheckpointFormat:
                 named.append((_pattern(target), encoding))
                 continue
             if default is not None and of_default != (weights, layout):  # `target` is a class of layers
-                raise UnknownFormatError("have several formats by classes of layers, which are not distinguished")
+                raise UnknownFormatError("have a format for each class of layers, which is not read")
             default, of_default = encoding, (weights, layout)
             native.add(_native(encoding, weights, group.get("input_activations")))
     return CheckpointFormat(
@@ -172,7 +172,7 @@ def _block(weights: Mapping[str, Any]) -> Block:
 def _size(written: Any) -> int:
     """Return how many numbers share a scale, -1 for all."""
     if (size := int(written)) < 1 and size != -1:
-        raise UnknownFormatError(f"have scales of {size} numbers each, which cannot be")
+        raise UnknownFormatError(f"have scales of {size} numbers each, which is not possible")
     return size
 
 
@@ -192,13 +192,13 @@ _ROUTERS = (r"re:(^|\.)(\w+_)?(gate|router)$",)
 
 def _gptq(described: Described) -> CheckpointFormat:
     if described.get("dynamic"):
-        raise UnknownFormatError("have other numbers of bits by layer (dynamic), which is not read")
+        raise UnknownFormatError("have different numbers of bits in different layers (dynamic), which is not read")
     if str(described.get("checkpoint_format", "gptq")) not in ("gptq", "gptq_v2"):
         raise UnknownFormatError(f"are in GPTQ's layout {described['checkpoint_format']}, which is not read")
     is_new = described.get("checkpoint_format") == "gptq_v2"
     if not described.get("sym", True) and not is_new:
         # Zero points are stored minus 1, and tools differ in how they store -1.
-        raise UnknownFormatError("have zero points in GPTQ's first layout, whose writers differ")
+        raise UnknownFormatError("have zero points in GPTQ's first layout, which programs write in different ways")
     reordered = bool(described.get("desc_act", False))
     encoding = gptq(size=_group_size(described), reordered=reordered, zero_offset=0 if is_new else 1)
     # With these fields, some layers may have other bits or may not be quantized.

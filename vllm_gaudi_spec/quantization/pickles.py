@@ -45,7 +45,7 @@ def list_foreign_calls(member: IO[bytes]) -> Iterator[str]:
 
 
 def list_calls(pickled: bytes) -> Iterator[str]:
-    """Yield the dotted names of what is called. For a computed name, yield a text that is not a name."""
+    """Yield the dotted names of what is called. If a name is computed, yield a text that is not a valid name."""
     texts: list[object] = []  # the strings on top of the stack
     memo: dict[int, object] = {}
     for operation, argument, _ in pickletools.genops(pickled):

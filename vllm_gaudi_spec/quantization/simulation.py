@@ -95,7 +95,7 @@ def quantize(
     record = files.read_world(prefix, load_context.world, quant_config.scale_method)[load_context.rank]
     loaded = fingerprint(load_context.model) if record.model else ""
     if loaded and loaded != record.model:
-        raise files.QuantFilesError(f"the scales at {prefix} are of another model than {load_context.model}")
+        raise files.QuantFilesError(f"the scales at {prefix} are for a different model than {load_context.model}")
     fp8_range = load_context.fp8_range or record.device or GAUDI2
     if record.device and record.device != fp8_range:
         raise files.QuantFilesError(
@@ -112,8 +112,8 @@ def quantize(
             _replace(found, node, largest, arithmetic(largest))
         except (IndexError, KeyError, _WrongScales):
             raise files.QuantFilesError(
-                f"the scales of {found.name} at {prefix} do not fit the module; they are of another "
-                "model, or of another number of ranks"
+                f"the scales of {found.name} at {prefix} do not fit the module; they are for a different model or "
+                "number of ranks"
             ) from None
     logger.info(
         "%s: %d modules run in FP8 (e4m3 up to %d, %s) with scales by %s.",
@@ -147,8 +147,8 @@ def _check_cache_pairs(quant_config: QuantConfig, served: list[Found]) -> None:
         for other in CACHE_OF.values():
             if f"{parent}.{other}" not in caches:
                 raise files.QuantFilesError(
-                    f"{quant_config.path} quantizes {last} of {parent} and not {other}, and KV has one dtype; name "
-                    "both of them, or none"
+                    f"{quant_config.path} quantizes {last} of {parent} but not {other}, and KV has only one dtype; "
+                    "name both of them, or none"
                 )
 
 

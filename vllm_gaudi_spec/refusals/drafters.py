@@ -86,8 +86,8 @@ def drafter_model_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
         )
     if spec_config.rejection_sample_method == "probabilistic" and spec_config.draft_sample_method == "coupled":
         yield (
-            "rejection_sample_method probabilistic keeps the drafter's probabilities, draft_sample_method coupled does "
-            "not; use strict with coupled in --speculative-config."
+            "rejection_sample_method probabilistic keeps the drafter's probabilities, but draft_sample_method "
+            "coupled does not; use strict with coupled in --speculative-config."
         )
     method = METHODS[spec_config.method]
     yield from _refuse_other_methods(spec_config)
@@ -122,7 +122,7 @@ def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
     num_layers = count_mtp_layers(spec_config)
     if method.in_target and num_layers > 1 and not any(name in _CHAINED for name in config.architectures):
         yield (
-            f"{target.model} has {num_layers} MTP layers, and vLLM's {config.architectures[0]} runs only the first; "
+            f"{target.model} has {num_layers} MTP layers, but vLLM's {config.architectures[0]} runs only the first; "
             "use another method in --speculative-config."
         )
     if method.architectures:
@@ -142,8 +142,8 @@ def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
         )
     if (getattr(config, "dflash_config", None) or {}).get("sample_from_anchor"):
         yield (
-            f"{spec_config.model} also predicts from the newest token's place (sample_from_anchor), which only "
-            "drafters of method dspark may; use another drafter in --speculative-config."
+            f"{spec_config.model} also predicts from the newest token's place (sample_from_anchor), which is "
+            "supported only with method dspark; use another drafter in --speculative-config."
         )
     hidden_size = spec_config.draft_model_config.get_hidden_size()
     if method.reads_layers:
@@ -152,19 +152,19 @@ def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
         hidden_size = config.backbone_hidden_size
     if hidden_size != target.get_hidden_size():
         yield (
-            f"{spec_config.model} reads hidden states of size {hidden_size}, and those of {target.model} have "
+            f"{spec_config.model} reads hidden states of size {hidden_size}, but those of {target.model} have size "
             f"{target.get_hidden_size()}; give a head that was trained for this model in --speculative-config."
         )
     vocab_size, target_size = spec_config.draft_model_config.get_vocab_size(), target.get_vocab_size()
     if method.is_head and not method.in_target and vocab_size != target_size:
         yield (
-            f"{spec_config.model} has a vocabulary of {vocab_size} tokens, and {target.model} one of "
-            f"{target_size}; give a head that was trained for this model in --speculative-config."
+            f"{spec_config.model} has a vocabulary of {vocab_size} tokens, but {target.model} has {target_size}; give "
+            "a head that was trained for this model in --speculative-config."
         )
 
 
 def _architecture_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
-    """Yield reasons against drafters of another architecture than the method's."""
+    """Yield reasons against drafters whose architecture is not one of the method's."""
     found, supported = spec_config.draft_model_config.architectures, METHODS[spec_config.method].architectures
     if not set(found) & set(supported):
         yield (
@@ -175,7 +175,7 @@ def _architecture_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
     config = spec_config.draft_model_config.hf_config
     if "DFlash2DraftModel" in found and getattr(config, "draft_vocab_size", None) not in (None, config.vocab_size):
         yield (
-            f"{spec_config.model} is a DFlash2 drafter of a reduced vocabulary, whose candidates vLLM does not "
+            f"{spec_config.model} is a DFlash2 drafter with a reduced vocabulary, whose candidates vLLM does not "
             "translate; use one with the target's vocabulary in --speculative-config."
         )
 
@@ -190,8 +190,8 @@ def _parallel_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
         )
     elif not 0 <= mask_token < model.get_vocab_size():
         yield (
-            f"{spec_config.model} has the mask token {mask_token} and a vocabulary of {model.get_vocab_size()} tokens; "
-            "give a drafter whose mask token is in its vocabulary in --speculative-config."
+            f"{spec_config.model} has the mask token {mask_token}, but a vocabulary of {model.get_vocab_size()} "
+            "tokens; give a drafter whose mask token is in its vocabulary in --speculative-config."
         )
 
 

@@ -73,7 +73,7 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
         yield "Batch invariance is not supported; unset VLLM_BATCH_INVARIANT."
     for name, instead in _VLLM_ASCEND_OPTIONS.items():
         if name in (vllm_config.additional_config or {}):
-            yield f"additional_config.{name} is vllm-ascend's and is not read here; leave it out{instead}."
+            yield f"additional_config.{name} is vllm-ascend's and has no effect here; leave it out{instead}."
 
 
 _CONNECTORS = ("ExampleConnector", "NixlConnector")
@@ -101,7 +101,7 @@ def _connector_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iter
         yield f"KV connector {others[0]} is not supported; use {' or '.join(_CONNECTORS)} in --kv-transfer-config."
     if config.kv_load_failure_policy == "recompute" and names - {"NixlConnector"}:
         # A connector that loads before a forward may report the failure when the step's tokens are sampled.
-        yield "kv_load_failure_policy recompute is for NixlConnector alone; set it to fail in --kv-transfer-config."
+        yield "kv_load_failure_policy recompute works only with NixlConnector; set it to fail in --kv-transfer-config."
     if examples := [part for part in parts if part.get("kv_connector") == "ExampleConnector"]:
         # It stores a prompt whole after its first chunk, under a name that follows from the tokens alone.
         if vllm_config.scheduler_config.enable_chunked_prefill:
@@ -118,7 +118,7 @@ def refuse_sleep(vllm_config: VllmConfig | None, backend: DeviceBackend, level: 
     """Refuse sleep on this device, and with this configuration if it is known."""
     remedy = "and call wake_up if requests wait"
     if not backend.traits.sleeps:
-        where = f"{backend.traits.name} in {backend.traits.mode} mode, whose graphs hold addresses"
+        where = f"{backend.traits.name} in {backend.traits.mode} mode, whose graphs contain memory addresses"
         raise UnsupportedConfigError(f"Sleep is not supported on {where}; leave out --enable-sleep-mode, {remedy}.")
     if vllm_config is None:
         return
@@ -181,7 +181,7 @@ def _kv_dtype_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Itera
         yield "All layers keep KV in one dtype; leave out --kv-cache-dtype-skip-layers."
     if (config := target_config()) is not None and config.measures:
         remedy = suggest_model_dtype(vllm_config)
-        yield f"QUANT_CONFIG measures KV in the model's dtype; {remedy} while it does."
+        yield f"QUANT_CONFIG measures KV in the model's dtype; {remedy} while measuring."
 
 
 # Options of vllm-ascend for speculation, and what to set here instead.

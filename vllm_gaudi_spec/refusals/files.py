@@ -33,7 +33,7 @@ def other_file_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iter
     """
     for model, load_format in list_models(vllm_config):
         if load_format in _PICKLE_FORMATS:
-            yield f"Load format {load_format} reads pickles; give models with *.safetensors, and leave it out."
+            yield f"--load-format {load_format} reads pickles; leave it out, and give models with *.safetensors."
         folder = Path(model.model)
         if load_format not in _FALLING_BACK or not folder.is_dir() or any(folder.glob("*.safetensors")):
             continue
@@ -78,7 +78,7 @@ def damage_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
             yield f"{index} {fault}; copy the model again or name another."
         num_layers = model.get_total_num_hidden_layers()
         if num_tensors and num_layers > max(num_tensors, _MANY_LAYERS):  # building them might never end
-            fault = f"claims {num_layers} layers, and its files have {num_tensors} tensors"
+            fault = f"claims {num_layers} layers, but its files have {num_tensors} tensors"
             yield f"The configuration of {folder} {fault}; copy the model again or name another."
 
 

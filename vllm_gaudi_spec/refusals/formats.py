@@ -66,7 +66,7 @@ def _kernel_refusals(vllm_config: VllmConfig, model: ModelConfig, reason: str) -
         option = f"--quantization {model.quantization}"
         if model is not vllm_config.model_config:
             option = f"quantization {model.quantization} in --speculative-config"
-        yield f"{option} is a format, {reason}; leave it out."
+        yield f"{option} names a format {reason}; leave it out."
         return
     remedy = "leave --quantization out"
     try:
@@ -119,7 +119,7 @@ def weight_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
         yield f"{model.model} has quantized weights ({model.quantization}); leave {name} out."
     if cpu_weights == FLOAT16 and vllm_config.cache_config.cache_dtype == FP8_KV:
         # The kernel's rounding depends on the number of rows, and one bit can change the FP8 number.
-        yield f"{name} float16 computes a verify step's KV in FP8 otherwise than a plain step's; leave it out."
+        yield f"{name} float16 may round KV to FP8 differently in verify steps and plain steps; leave it out."
 
 
 def quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
@@ -139,7 +139,7 @@ def quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> It
     for config, of_model in quantized:
         yield from _quantized_model_refusals(config, of_model, backend)
         if vllm_config.parallel_config.data_parallel_size > 1:
-            yield f"{config.option} does not run data parallel; use --data-parallel-size 1, or unset it."
+            yield f"{config.option} does not work with data parallelism; use --data-parallel-size 1, or unset it."
         if config.measures:
             # Files of an earlier run are overwritten.
             if backend.traits.simulates_quantization and not vllm_config.parallel_config.worker_extension_cls:
@@ -192,9 +192,9 @@ def _scale_faults(model: ModelConfig, load_format: str) -> Iterator[str]:
             for name in filter(_SCALE.search, tensors.keys()):
                 scale = tensors.get_tensor(name).float()
                 if scale.numel() != num_scales:
-                    fault = f"has shape {list(scale.shape)}, and there should be {num_scales} of it"
+                    fault = f"has shape {list(scale.shape)}, but its size must be {num_scales}"
                 elif not (right := scale.isfinite() & (scale > 0)).all():
-                    fault = f"is {scale[~right].flatten()[0].item():g}, and a scale is a finite number above 0"
+                    fault = f"is {scale[~right].flatten()[0].item():g}, but a scale must be a finite number above 0"
                 else:
                     continue
                 yield f"{name} in {file} {fault}"

@@ -45,7 +45,7 @@ def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[
         yield from _state_refusals(vllm_config, backend)
     if vllm_config.model_config.supports_multimodal_inputs:
         for reason in _multimodal_refusals(vllm_config, backend):
-            yield f"{reason}; add --language-model-only to serve the text of {vllm_config.model_config.model} alone."
+            yield f"{reason}; add --language-model-only to serve only the text of {vllm_config.model_config.model}."
     if vllm_config.model_config.runner_type == "pooling":
         yield from _pooling_refusals(vllm_config, backend)
 
@@ -54,7 +54,7 @@ def _graph_refusals(model: ModelConfig, traits: DeviceTraits) -> Iterator[str]:
     """Yield reasons against models with layers that the device cannot capture."""
     if traits.updates_views:
         return
-    graphs = f"which graphs of {traits.name} in mode {traits.mode} do not take"
+    graphs = f"which graphs of {traits.name} in mode {traits.mode} do not support"
     if model.is_deepseek_mla and not model.use_mla:
         yield (
             f"{model.model} ({model.architecture}) without latent attention has layers that change tensors through "
@@ -77,7 +77,7 @@ def _single_model_refusals(model: ModelConfig) -> Iterator[str]:
     if model.supports_multimodal_inputs and model.runner_type == "draft":
         yield f"Drafter {model.model} takes images, audio or video; use a text-only model."
     if has_states(model) and model.runner_type == "draft":
-        yield f"Drafter {model.model} keeps recurrent state, which only targets may; use one with attention only."
+        yield f"Drafter {model.model} keeps recurrent state, which only targets can; use one with attention only."
     if has_states(model) and not any(name in RECURRENT for name in model.architectures):
         yield (
             f"{model.model} keeps recurrent state of a kind that is not supported yet ({model.architecture}); use a "
@@ -85,19 +85,19 @@ def _single_model_refusals(model: ModelConfig) -> Iterator[str]:
         )
     if _has_other_slopes(model):
         yield (
-            f"{model.model} uses ALiBi otherwise than BLOOM and Falcon do, which is not supported; use a model with "
-            "rotary embeddings."
+            f"{model.model} uses a form of ALiBi other than that of BLOOM and Falcon, which is not supported; use a "
+            "model with rotary embeddings."
         )
     if any(name in _SINK_KEYS for name in model.architectures):
-        yield f"{model.model} keeps keys of attention sinks, which is not supported; use a model without them."
+        yield f"{model.model} has attention sinks with keys, which are not supported; use a model without them."
     yield from _gate_refusals(model)
     yield from _kimi_refusals(model)
     if model.is_encoder_decoder:
         yield f"{model.model} is an encoder-decoder model; use a decoder-only one."
     if hasattr(model.hf_text_config, "index_topk") and not _selects_keys(model):
         yield (
-            f"{model.model} selects keys by an indexer (index_topk), which is supported for vLLM's "
-            f"{', '.join(_SPARSE)} alone; use one of these, with --model-impl auto and without VLLM_MLA_DISABLE."
+            f"{model.model} selects keys with an indexer (index_topk), which is supported only for vLLM's "
+            f"{', '.join(_SPARSE)}; use one of these, with --model-impl auto and without VLLM_MLA_DISABLE."
         )
 
 
@@ -108,13 +108,13 @@ def _selection_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iter
         return
     if not backend.traits.selects_keys:
         yield (
-            f"{model.model} selects keys by an indexer, which was not compared on {backend.traits.name} yet; set "
+            f"{model.model} selects keys with an indexer, which was not compared on {backend.traits.name} yet; set "
             "VGS_DEVICE=cpu."
         )
     if vllm_config.cache_config.cache_dtype == FP8_KV:
         yield f"{model.model} keeps keys of an indexer, for which FP8 has no scale; use --kv-cache-dtype auto."
     if target_config() is not None:
-        yield f"{model.model} selects keys by an indexer, for which QUANT_CONFIG is not supported yet; unset it."
+        yield f"{model.model} selects keys with an indexer, for which QUANT_CONFIG is not supported yet; unset it."
 
 
 def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
@@ -128,7 +128,7 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
         served = ", ".join(compared)
         yield f"Images, audio and video are served on {traits.name} in mode {traits.mode} for {served} only"
     elif traits.captures and _keeps_image_sizes(model):
-        yield f"Images of {model.model} keep their sizes (Pixtral), of which {traits.name} would compile each"
+        yield f"Images of {model.model} keep their sizes (Pixtral), each of which {traits.name} would compile"
     if traits.captures and vllm_config.parallel_config.tensor_parallel_size > 1:
         yield f"Images, audio and video are not supported on {traits.name} with --tensor-parallel-size yet"
     has_windows = getattr(model.hf_text_config, "use_bidirectional_attention", None) == "vision"
@@ -142,7 +142,7 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
             f"{window} tokens, which would be seen in one direction"
         )
     if sees_both_ways and model.hf_config.model_type not in _SEEN_BOTH_WAYS:
-        yield f"Tokens of images that see each other in both directions are supported for {', '.join(_SEEN_BOTH_WAYS)}"
+        yield f"Bidirectional attention within images is supported only for {', '.join(_SEEN_BOTH_WAYS)}"
     if any(name in _TEXT_ONLY for name in model.architectures):
         yield f"Images, audio and video of {model.architecture} are not supported yet"
     if model.is_multimodal_raw_input_only_model:
@@ -150,7 +150,7 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
     if model.runner_type == "pooling":
         yield "Images, audio and video are not supported for pooling models yet"
     if model.is_hybrid and not any(name in _MEDIA_WITH_STATES for name in model.architectures):
-        yield "Images, audio and video beside recurrent layers are not supported yet"
+        yield "Images, audio and video together with recurrent layers are not supported yet"
     if vllm_config.parallel_config.data_parallel_size > 1:
         yield "Images, audio and video are not supported with --data-parallel-size yet"
     if media.is_multimodal_pruning_enabled():
@@ -158,11 +158,11 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
     if media.mm_encoder_only:
         yield "--mm-encoder-only is not supported"
     if target_config() is not None:
-        yield "QUANT_CONFIG is not supported beside images, audio and video yet"
+        yield "QUANT_CONFIG is not supported together with images, audio and video yet"
     if media.enable_mm_embeds:
         yield "--enable-mm-embeds is not supported"
     if vllm_config.lora_config is not None:
-        yield "LoRA adapters are not supported beside images, audio and video yet"
+        yield "LoRA adapters are not supported together with images, audio and video yet"
 
 
 def _max_image_tokens(media: Any) -> int:
@@ -306,8 +306,8 @@ def expert_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
     spec_config = vllm_config.speculative_config
     if spec_config is not None and has_model(spec_config.method) and spec_config.draft_model_config.is_moe:
         yield (
-            f"A drafter with experts does not run data parallel: {spec_config.draft_model_config.model}; use "
-            "--data-parallel-size 1, or a drafter without experts in --speculative-config."
+            f"{spec_config.draft_model_config.model} is a drafter with experts, which does not support data "
+            "parallelism; use --data-parallel-size 1, or a drafter without experts in --speculative-config."
         )
 
 

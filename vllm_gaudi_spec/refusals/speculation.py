@@ -107,8 +107,8 @@ def _universal_refusals(vllm_config: VllmConfig, options: Options) -> Iterator[s
         return
     if speculation.universal_match == SLEM and not speculation.retokenizes:
         yield (
-            f"universal_match {SLEM} drafts the drafter's own tokens, so its context has to be in them too; "
-            f"set universal_context in additional_config.{ADDITIONAL_CONFIG_KEY} to {RETOKENIZE}."
+            f"universal_match {SLEM} drafts the drafter's own tokens, so the drafter must also read the context in "
+            f"them; set universal_context in additional_config.{ADDITIONAL_CONFIG_KEY} to {RETOKENIZE}."
         )
     if speculation.universal_match == SLEM and speculation.drafting != "greedy":
         yield (
@@ -121,7 +121,7 @@ def _universal_refusals(vllm_config: VllmConfig, options: Options) -> Iterator[s
             f"--speculative-config, or set universal_context in additional_config.{ADDITIONAL_CONFIG_KEY} to {MAP}."
         )
     if options.universal_kv_len is not None and not speculation.retokenizes:
-        yield f"universal_kv_len is for universal_context {RETOKENIZE}; leave it out."
+        yield f"universal_kv_len has an effect only with universal_context {RETOKENIZE}; leave it out."
 
 
 def _useless_universal_options(options: Options, used: str) -> Iterator[str]:

@@ -14,8 +14,8 @@ _MAX_RATIO, _SMALL = 64, 256
 def refuse_waste(name: str, buckets: tuple[int, ...], needed: int, option: str) -> None:
     if buckets[-1] > _MAX_RATIO * max(needed, _SMALL):
         raise UnsupportedConfigError(
-            f"additional_config.gaudi_spec.{name} goes up to {buckets[-1]}, and {option} needs {needed}; "
-            "leave the large ones out: memory is allocated for the largest."
+            f"additional_config.gaudi_spec.{name} goes up to {buckets[-1]}, but {option} needs only {needed}; leave "
+            "out the larger ones, because memory is allocated for the largest."
         )
 
 

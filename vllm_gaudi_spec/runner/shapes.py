@@ -37,8 +37,8 @@ def fit_or_largest(buckets: tuple[int, ...], size: int, largest: int, name: str)
     if size <= buckets[-1]:
         return fit(buckets, size)
     logger.warning_once(
-        "A step of %d is larger than the last of its %s, %d: it is padded to %d, whose graphs are made while serving. "
-        "List it in additional_config.gaudi_spec.%s.",
+        "A step of %d is larger than the largest of its %s, %d, so it is padded to %d and its graphs are compiled "
+        "while serving. List this size in additional_config.gaudi_spec.%s.",
         size,
         name,
         buckets[-1],

@@ -86,8 +86,8 @@ def warm_up(runner: ModelRunner) -> None:
     )
     if shapes.computes_padding:
         logger.info(
-            "Single prompt chunks of evenly distributed lengths are padded by %.0f %% of the tokens that a forward "
-            "computes%s.",
+            "If the lengths of prompt chunks are evenly distributed, %.0f %% of the tokens in their forwards are "
+            "padding%s.",
             100 * expected_padding(shapes.chunk_lengths),
             f", in slices of {shapes.slice_tokens} tokens" if shapes.slice_tokens else "",
         )

@@ -1,4 +1,4 @@
-"""Branches: which parts of sampling a batch needs, out of few enough that each can be captured or compiled."""
+"""Branches: which parts of sampling a batch needs. There are few enough branches to capture or compile each."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Branch(NamedTuple):
 
     @property
     def is_rarest(self) -> bool:
-        """Whether it is full, with more log-probabilities than most servers allow."""
+        """Whether the branch is full, and returns more log-probabilities than most servers allow."""
         return self.is_full and self.num_logprobs > USUAL_LOGPROBS
 
     @classmethod

@@ -1,7 +1,7 @@
 """Thinking budgets: which token a position must sample once its request has spent its `thinking_token_budget`.
 
-That follows from the request's tokens alone, so no state has to follow what was accepted: a position sees the draft
-tokens before it as if they had been sampled. The semantics are those of vLLM's second model runner.
+That depends only on the request's tokens, so no state has to follow what was accepted: a position sees the draft tokens
+before it as if they had been sampled. The semantics are those of vLLM's second model runner.
 """
 
 from __future__ import annotations

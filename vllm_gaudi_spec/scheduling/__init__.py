@@ -1,1 +1,1 @@
-"""Decides how far to speculate where vLLM schedules, so that all ranks get the same decision with a step."""
+"""Decisions about how far to speculate, made where vLLM schedules, so that all ranks get the same one with a step."""

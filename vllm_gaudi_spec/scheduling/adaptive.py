@@ -141,8 +141,8 @@ class StepTimes:
         """Start without measurements.
 
         Args:
-            sizes: Batch sizes that steps are padded to.
-            choices: Numbers of drafts that have decode shapes of their own, in ascending order from 0 on.
+            sizes: Batch sizes that steps are padded to. choices: Numbers of drafts that have decode shapes of their
+            own, in ascending order, starting with 0.
         """
         self._buckets = sizes
         self._choices = choices

@@ -90,7 +90,7 @@ class RowLimits:
         self._num_drafts = speculation.num_drafts
         self._max_len = speculation.longest(max_model_len)
         self._limits_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
-        """By row: the maximum length of context and drafts together, and the maximum number of drafts."""
+        """Maximum length of context and drafts together, and maximum number of drafts, for each row."""
 
     def admit(self, row: int, params: SamplingParams, num_prompt: int) -> None:
         limits = DraftLimits.from_params(params, num_prompt, num_drafts=self._num_drafts, max_context=self._max_len)

@@ -66,8 +66,8 @@ class _Speculating(Scheduler):
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         caches_prefixes = vllm_config.cache_config.enable_prefix_caching
-        # Prefixes of models without KV are found by their snapshots alone. vLLM's KV cache manager asserts that there
-        # is KV to look up, so it is built without prefix caching.
+        # Prefixes of models without KV are found only by their snapshots. vLLM's KV cache manager asserts that there is
+        # KV to look up, so it is built without prefix caching.
         vllm_config.cache_config.enable_prefix_caching = caches_prefixes and bool(kv_cache_config.kv_cache_groups)
         if vllm_config.kv_transfer_config is not None:
             upstream.recompute_resumed_requests()

@@ -20,14 +20,14 @@ from vllm_gaudi_spec.tools.server import DEFAULT_URL, Server, ServerError, make_
 
 DESCRIPTION = """\
 Talk to a running server. Answers are streamed, and on a terminal accepted drafts are green. The conversation so far is
-sent with each message; /clear forgets it, Ctrl-C stops an answer, Ctrl-D ends.
+sent with each message; /clear forgets it, Ctrl-C stops an answer, and Ctrl-D quits.
 
 Examples:
   gaudi-spec chat
   echo "Why is the sky blue?" | gaudi-spec chat http://127.0.0.1:8000
 
-green    accepted drafts: all tokens of a step but its last one
-plain    the target's own tokens: the last one of each step
+green    accepted drafts: all tokens of a step except the last one
+plain    the target's own token: the last one of each step
 yellow   unknown: several steps came in one event, or a step ended the reasoning
 dim      reasoning, if the server separates it
 
@@ -37,7 +37,7 @@ message.
 
 The environment variable OPENAI_API_KEY has the key for a server with --api-key.
 
-Exit status: 0 at the end of the conversation, 1 when the server does not answer, 2 for wrong options.
+Exit status: 0 at the end of the conversation, 1 if the server does not answer, 2 for invalid options.
 """
 _CLEAR = "/clear"
 _INTERRUPTED = "interrupted"

@@ -13,9 +13,9 @@ from vllm_gaudi_spec.tools.io import output
 from vllm_gaudi_spec.tools.io.command_line import Parser
 
 _EPILOG = (
-    "To start with: gaudi-spec doctor checks this machine, and gaudi-spec demo shows what drafts do.\n"
+    "To get started, run gaudi-spec doctor to check this machine, or gaudi-spec demo to see what drafts do.\n"
     "COMMAND --help lists the options of a command.\n"
-    "Exit status of all commands: 0 success, 1 a problem was found or the work failed, 2 wrong options,"
+    "Exit status of all commands: 0 success, 1 a problem was found or the work failed, 2 invalid options,"
     " 130 interrupted."
 )
 

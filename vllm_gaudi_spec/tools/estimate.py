@@ -14,16 +14,16 @@ from typing import Any
 from vllm_gaudi_spec.tools.io import output
 
 DESCRIPTION = """\
-Estimate the time of decode steps on a Gaudi, with drafts and without. For comparison, with attention block by block and
-float32 scores, and as in vllm-gaudi: with a query per row, and with KV that is contiguous and not copied, which it has
-without a prefix cache. The same constants predict figures that Intel published. No card is needed: nothing here was
-measured, and nothing was fitted to the figures.
+Estimate the time of decode steps on a Gaudi, with and without drafts. For comparison, also estimate them with attention
+block by block and float32 scores, and as in vllm-gaudi: with one query per row, and with contiguous KV that is not
+copied, which it has without a prefix cache. The same constants predict figures that Intel published. No card is needed:
+nothing was measured here, and nothing was fitted to the figures.
 
 Examples:
   gaudi-spec estimate
   gaudi-spec estimate --card gaudi3 --json estimate.json
 
-Exit status: 0, or 2 for wrong options.
+Exit status: 0, or 2 for invalid options.
 """
 
 

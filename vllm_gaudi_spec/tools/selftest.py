@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.self_test.result import Result
 
 DESCRIPTION = """\
-Test this machine's card, its CPU if there is no card, or the device that VGS_DEVICE names: sampling noise, attention
-over batches with padding, KV writes, copies to and from the card, captured graphs, memory. No model is loaded. On a
-card, an engine runs the same checks when it starts, and those of collectives if it has several ranks.
+Test the device that VGS_DEVICE names, otherwise this machine's card, or its CPU if it has no card: sampling noise,
+attention over batches with padding, KV writes, copies to and from the card, captured graphs, memory. No model is
+loaded. On a card, an engine runs the same checks when it starts, and those of collectives if it has several ranks.
 The command opens the card, so stop a server that uses it first.
 
 Examples:
   gaudi-spec selftest
   VGS_DEVICE=hpu-emulated gaudi-spec selftest --dtype float32
 
-Exit status: 0 when no check fails, 1 when one does or the device does not start, 2 for wrong options.
+Exit status: 0 if no check fails, 1 if one does or the device does not start, 2 for invalid options.
 """
 _DTYPES = ("bfloat16", "float16", "float32")
 _STYLES = {"passed": "green", "failed": "bold red", "not checked": "cyan"}

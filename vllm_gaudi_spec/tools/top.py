@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Show what a running server does, from its /metrics: tokens/s, queue and KV cache, acceptance by position, the numbers of
-drafts in use, why requests went without drafts, graphs compiled after warm-up, results of audits. Ctrl-C ends it.
+drafts in use, why requests went without drafts, graphs compiled after warm-up, results of audits. Press Ctrl-C to quit.
 
 Examples:
   gaudi-spec top
   gaudi-spec top http://127.0.0.1:8000 --once
 
 Figures are sums over the server's engines; KV cache usage is that of the fullest engine. With --once, with --json and
-in a pipe, it reads twice, an interval apart, prints once and ends.
+in a pipe, it reads twice, an interval apart, prints once, and exits.
 
-Exit status: 0 when it was shown, 1 when no server answers or the server runs without this plugin, 2 for wrong options.
+Exit status: 0 if it was shown, 1 if no server answers or the server runs without this plugin, 2 for invalid options.
 """
 _WINDOW = 10.0
 

@@ -75,7 +75,7 @@ def _describe_with_target(original: Callable[..., Any], config: Any) -> Any:
         if config.model is None or not Path(config.model, "adapter_config.json").is_file():
             raise
         raise UnsupportedConfigError(
-            f"{config.model} is a LoRA adapter, with which a target drafts by itself (method UNO), and that is not "
+            f"{config.model} is a LoRA adapter with which a target drafts for itself (method UNO), which is not "
             "supported; give a model that drafts in --speculative-config."
         ) from error
 
@@ -172,8 +172,8 @@ def _describe_untrusted(original: Callable[..., Any], config: Any) -> Any:
         if "trust_remote_code" not in str(error):
             raise
         raise UnsupportedConfigError(
-            f"{config.model} in --speculative-config has code of its own, and --trust-remote-code is for the target; "
-            f"set {TRUST_DRAFT_CODE.name}=1 in the environment to run the drafter's as well."
+            f"{config.model} in --speculative-config has code of its own, but --trust-remote-code applies only to the "
+            f"target; set {TRUST_DRAFT_CODE.name}=1 in the environment to run the drafter's as well."
         ) from error
     finally:
         target.trust_remote_code = True

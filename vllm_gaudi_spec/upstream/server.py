@@ -57,7 +57,7 @@ def end_engines_with_their_server(original: Callable[..., None], engine: Any) ->
 def _end_with_server(server: int) -> None:
     while os.getppid() == server:
         time.sleep(_LOOK_EVERY_S)
-    logging.getLogger(__name__).error("The server is gone, so its engine ends.")
+    logging.getLogger(__name__).error("The server has exited, so its engine exits, too.")
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -78,7 +78,7 @@ def end_engines_with_their_threads(original: Callable[..., None], engine: Any, *
         original(engine, *args, **named)
     except Exception:
         logging.getLogger(__name__).exception(
-            "The engine ends, because a thread that exchanges messages with its server failed."
+            "The engine exits, because a thread that exchanges messages with its server failed."
         )
         # What a failed worker's monitor sends: the engine's loop raises, which ends its workers and the process.
         engine.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
@@ -116,8 +116,8 @@ async def fail_with_the_engine(original: Callable[..., Any], engine_client: Any,
     """End the server's process with exit code 1 when its engine has died.
 
     Reason: the HTTP server stops as in an orderly shutdown, and the process ends with code 0, so a supervisor that
-    restarts failed servers does not restart it.
-    Remove when: upstream's `vllm serve` exits with another code than 0 when its engine is dead.
+    restarts failed servers does not restart it. Remove when: upstream's `vllm serve` exits with a code other than 0
+    when its engine is dead.
     """
     ending = await original(engine_client, *args, **named)
     return _fail_after(ending) if _engine_died(engine_client) else ending
@@ -133,7 +133,7 @@ def _engine_died(client: Any) -> bool:
 
 async def _fail_after(ending: Any) -> None:
     await ending
-    logging.getLogger(__name__).error("The engine died, so the server ends. The log above has the reason.")
+    logging.getLogger(__name__).error("The engine died, so the server exits. The log above has the reason.")
     raise SystemExit(1)
 
 
@@ -243,7 +243,7 @@ def answer_bad_media(original: Callable[..., Any], *args: Any, **named: Any) -> 
         if not len(media[0]):
             raise ValueError("Failed to load media: it is empty.")
         if isinstance(media[0], np.ndarray) and media[0].dtype.kind == "f" and not (abs(media[0]) <= _LOUDEST).all():
-            raise ValueError(f"Failed to load media: a sound has samples beyond {_LOUDEST:.0f}, or not finite.")
+            raise ValueError(f"Failed to load media: audio samples must be finite and within {_LOUDEST}.")
     return loaded
 
 

@@ -12,10 +12,10 @@ from vllm_gaudi_spec.upstream.patching import wrap
 def mend_speculators_format() -> None:
     """Read which layers of a block drafter are causal as the library trains them, and refuse methods without a reader.
 
-    Reason: `sliding_window_non_causal` is about layers with a sliding window alone. Upstream takes False, which the
+    Reason: `sliding_window_non_causal` concerns only layers with a sliding window. Upstream takes False, which the
     library writes by default, for all layers of DFlash, and does not read it for DSpark. Drafts are worse, and nothing
-    fails. For methods without a reader, such as mtp and xpress, upstream's error lists Python functions.
-    Remove when: vllm-project/vllm#56692 is released, DSpark reads the flag, and the error names the methods.
+    fails. For methods without a reader, such as mtp and xpress, upstream's error lists Python functions. Remove when:
+    vllm-project/vllm#56692 is released, DSpark reads the flag, and the error names the methods.
     """
     from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
 

@@ -155,7 +155,7 @@ def take_tokens_in_gemma3n(
     inputs_embeds: torch.Tensor | None = None,
     **named: Any,
 ) -> torch.Tensor:
-    """Let the class of published checkpoints of Gemma 3n take tokens if the input is text alone.
+    """Let the class of published checkpoints of Gemma 3n take tokens if the input is only text.
 
     Reason: see `embed_tokens_by_layer_in_gemma3n`.
     Remove when: that class takes tokens.

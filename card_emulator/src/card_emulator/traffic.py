@@ -39,7 +39,7 @@ def gathered_bytes(table: torch.Tensor, made: int) -> int:
 
 
 def changed_bytes(packet: str, overload: str, args: Sequence[Any], target: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes read and written of the target of an operation that changes it in place."""
+    """Return the bytes that an in-place operation reads and writes of its target."""
     elements = distinct_elements(target)
     read = packet not in _OVERWRITES and overload != "out" and not overload.endswith("_out")
     touched = TOUCHED.get(packet)

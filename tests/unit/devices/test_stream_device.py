@@ -51,6 +51,6 @@ def test_more_gpus_than_present_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     two = SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=2, data_parallel_size=1))
     with pytest.raises(
-        UnsupportedConfigError, match="2 GPUs are requested and 1 found; set --tensor-parallel-size to 1"
+        UnsupportedConfigError, match="Only 1 of 2 requested GPUs were found; set --tensor-parallel-size to 1"
     ):
         CudaSpecPlatform.check_and_update_config(two)

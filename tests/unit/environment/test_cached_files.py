@@ -156,7 +156,7 @@ def test_measurements_are_not_read_through_a_link_out_of_their_folder(
     assert files.read(stem).looked_at == ["linear"]
     place.unlink()
     place.symlink_to(inside.rename(elsewhere / "measured"))
-    with pytest.raises(files.QuantFilesError, match="link out of its folder"):
+    with pytest.raises(files.QuantFilesError, match="link that points out of its folder"):
         files.read(stem)
 
 

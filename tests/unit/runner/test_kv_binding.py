@@ -78,7 +78,7 @@ def test_layers_with_different_windows_cannot_share_kv(config: VllmConfig) -> No
     """vLLM reuses blocks outside a window."""
     owner = layer(per_layer_sliding_window=64)
     reader = layer(READER, kv_sharing_target_layer_name=OWNER)
-    with pytest.raises(RuntimeError, match=f"{READER} reads the KV of {OWNER}, which keeps it for another window"):
+    with pytest.raises(RuntimeError, match=f"{READER} reads the KV of {OWNER}, which has a different window"):
         loaded([owner, reader]).bind_kv({OWNER: cache()}, [[OWNER]])
 
 

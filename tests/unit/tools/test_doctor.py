@@ -120,7 +120,7 @@ def test_this_machine_and_a_pair_of_models(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("options", "about", "words"),
     [
-        (["--model", TARGET, "--draft", DRAFTER], "vocabulary", "has another vocabulary than"),
+        (["--model", TARGET, "--draft", DRAFTER], "vocabulary", "has a different vocabulary than"),
         (["--model", TARGET, "--method", "ngram", "--num-speculative-tokens", "17"], "models", "too many"),
         (["--model", str(ROOT / "docs")], "models", "docs"),
         (["--model", TARGET, "--max-num-seqs", "4", "--max-model-len", "100000"], "models", "max_model_len"),

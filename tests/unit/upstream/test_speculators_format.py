@@ -77,7 +77,7 @@ def test_speculative_configuration_takes_the_rest_from_the_checkpoint(
 def test_adapter_in_place_of_a_drafter_is_refused(method: str | None, tmp_path: Path) -> None:
     upstream.apply()
     (tmp_path / "adapter_config.json").write_text(json.dumps(dict(peft_type="LORA")))
-    with pytest.raises(UnsupportedConfigError, match=r"^.* is a LoRA adapter, .* \(method UNO\), and that is"):
+    with pytest.raises(UnsupportedConfigError, match=r"^.* is a LoRA adapter .* \(method UNO\), which is not"):
         engine_config(tmp_path / "target", dict(method=method, model=str(tmp_path), num_speculative_tokens=3))
 
 
@@ -90,7 +90,7 @@ def test_adapter_in_place_of_a_drafter_is_refused(method: str | None, tmp_path: 
             {},
             "is a P-EAGLE head; set method to eagle3 and parallel_drafting to true in --speculative-config.",
         ),
-        ("dflash2", dict(draft_vocab_size=32), "is a DFlash2 drafter of a reduced vocabulary"),
+        ("dflash2", dict(draft_vocab_size=32), "is a DFlash2 drafter with a reduced vocabulary"),
     ],
 )
 def test_wrong_checkpoint_is_refused(method: str, changed: dict[str, Any], message: str, tmp_path: Path) -> None:

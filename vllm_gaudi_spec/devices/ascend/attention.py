@@ -110,7 +110,7 @@ def takes_blocks(block_size: int) -> bool:
 def takes(spec: AttentionLayerSpec, num_queries: int, num_keys: int, dtypes: frozenset[torch.dtype]) -> bool:
     """Whether the operation supports this layer over tables of `num_keys` keys.
 
-    It has no form for latent keys, which are their own values. Sinks are an argument of its second version alone
+    It has no form for latent keys, which are their own values. Sinks are an argument only of its second version
     (`learnable_sink`), in another layout.
     """
     return (
@@ -303,7 +303,7 @@ def compresses_masks(torch_npu: Any, device: torch.device, spec: AttentionLayerS
     """Whether the operation supports prompt chunks of such a layer in the form used here.
 
     Its documentation lists heads of 128 and 192. CANN 9.1.0 supports all up to 256. In 8.5.0 it depends on the kernel
-    that heads, groups, window and blocks select, and one kernel supports bfloat16 alone and no row with more queries
+    that heads, groups, window and blocks select, and one kernel supports only bfloat16 and no row with more queries
     than keys, as padding is (CheckSpecConditions, CheckInputShapeWhenLayoutIsTND). Cards refused 256 and 96
     (vllm-ascend#9632, its page of MiniCPM3). So it is tried on the card, with a chunk of one query and its padding.
     """

@@ -120,8 +120,8 @@ class AscendMemory(StreamMemory):
         for size in {pair.block_size for pair in by_layer.values()}:
             if not ascend_attention.takes_blocks(size):
                 logger.warning_once(
-                    "KV blocks of %d tokens are not for the fused attention; plain torch serves, which is slower. Use "
-                    "--block-size %d.",
+                    "The fused attention does not support KV blocks of %d tokens, so slower operations of plain "
+                    "torch are used. Use --block-size %d.",
                     size,
                     _BLOCK_SIZE,
                 )
@@ -176,7 +176,7 @@ class AscendAttention(PairAttention):
             if not self._compresses[form]:
                 logger.info_once(
                     "The fused attention of this CANN takes no compressed masks with heads of %d in %s, blocks of %d "
-                    "and window %s: prompts have dense ones.",
+                    "and window %s, so prompts use dense masks.",
                     spec.head_size,
                     spec.dtype,
                     spec.block_size,
@@ -194,8 +194,8 @@ class AscendAttention(PairAttention):
             )
             if self._adds_up[form]:
                 logger.info_once(
-                    "The fused attention of this CANN adds up the blocks of all rows: where these might be more than "
-                    "there are, as with shared prefixes, it runs for a part of the rows at a time."
+                    "The fused attention of this CANN refuses rows that together have more blocks than exist. Where "
+                    "this may happen, as with shared prefixes, it runs on some of the rows at a time."
                 )
         return self._adds_up[form]
 

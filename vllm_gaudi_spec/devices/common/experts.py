@@ -2,7 +2,7 @@
 
 T tokens, H hidden size, K experts per token; E experts of this rank, S some of them, I inner size.
 
-Shapes must not depend on which experts a token chooses, and the host does not read that. So T, K and E alone select a
+Shapes must not depend on which experts a token chooses, and the host does not read that. So only T, K and E select a
 form:
 
 - the device's own operator, if it supports the layer;

@@ -110,7 +110,7 @@ class Tracer(TorchDispatchMode):
         self.fakes = Fakes()
         self._numbers_outside: dict[int, int] = {}
         self.outside: dict[int, torch.Tensor] = {}
-        """By number, tensors that are neither arguments nor results."""
+        """Maps numbers to tensors that are neither arguments nor results."""
         self.segments = [Segment()]
 
     def get_number(self, tensor: torch.Tensor) -> int:

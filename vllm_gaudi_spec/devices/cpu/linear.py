@@ -155,8 +155,8 @@ class _State:
 def _keep_num_threads() -> None:
     """Pack each weight under the number of threads of the first one.
 
-    oneDNN chooses a packed layout by that number, and vLLM's wrapper caches compiled kernels by the weight's shape
-    alone, for the whole process: a second weight of the same shape in another layout would be read as noise. An engine
+    oneDNN chooses a packed layout by that number, and vLLM's wrapper caches compiled kernels only by the weight's
+    shape, for the whole process: a second weight of the same shape in another layout would be read as noise. An engine
     with several ranks sets the number to one in the process that makes it, and another engine may follow there.
     """
     found = torch.get_num_threads()
@@ -164,8 +164,8 @@ def _keep_num_threads() -> None:
         _State.num_threads = found
     elif found != _State.num_threads:
         logger.warning(
-            "torch has %d threads and had %d when this process loaded its first model: set back, as weights of one "
-            "shape have to be packed alike. Use a process for each number of threads.",
+            "torch had %d threads, but %d when this process loaded its first model. The number was reset, because "
+            "weights of the same shape must be packed alike. Use a separate process for each number of threads.",
             found,
             _State.num_threads,
         )

@@ -36,7 +36,7 @@ def _serves(call: Call) -> bool:
 def _is_faster(call: Call) -> bool:
     """Whether this is faster than every expert for every token.
 
-    It reads the chosen experts alone, which are nearly all if many tokens choose.
+    It reads only the experts that tokens choose, which are nearly all experts if there are many tokens.
     """
     num_tokens, num_experts = call.weights_TE.shape
     sorting = _BYTES_OF_SORTING / max(call.w13_EJH.nbytes + call.w2_EHI.nbytes, _FEWEST_BYTES)

@@ -35,7 +35,7 @@ def let_next_start(EARLY: tl.constexpr):
 def wait(EARLY: tl.constexpr):
     """Wait, before the first access to what another kernel wrote or may still read.
 
-    Every instance that does something must call this. A later kernel waits for the end of this one alone, which must
+    Every instance that does something must call this. A later kernel waits only for the end of this one, which must
     therefore not come before the end of what precedes it.
     """
     if EARLY:

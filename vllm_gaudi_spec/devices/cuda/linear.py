@@ -242,7 +242,7 @@ _MOST_TILES = 16
 def _num_splits(num_rows: int, weight_NK: torch.Tensor, *, gated: bool) -> int:
     """Return how many instances share an output's inputs; 0 to use a library's kernel.
 
-    By times of two models' layers on an H100.
+    Chosen by the times of two models' layers on an H100.
     """
     num_outputs, num_inputs = weight_NK.shape
     if num_rows > SOME_ROWS or weight_NK.itemsize != 2 or num_inputs % _TILE_K:

@@ -37,7 +37,7 @@ class CudaSpecPlatform(CapturingPlatform):
         num_ranks, found = parallel.local_world_size, torch.cuda.device_count()
         if num_ranks > found:
             raise UnsupportedConfigError(
-                f"{num_ranks} GPUs are requested and {found} found; set --tensor-parallel-size to {found} or less."
+                f"Only {found} of {num_ranks} requested GPUs were found; set --tensor-parallel-size to {found} or less."
             )
         if parallel.data_parallel_size > 1:
             raise UnsupportedConfigError(

@@ -1,7 +1,7 @@
 """Noise in Triton, as `sampling/noise.py` defines it, and races: the argmax of logits plus noise.
 
 A race needs two logarithms per token, which would take longer than reading the logits. So groups of a row's tokens are
-ranked by an upper bound of their best score, which needs no logarithm, and scores are computed for those groups alone
+ranked by an upper bound of their best score, which needs no logarithm, and scores are computed only for those groups
 that can hold the winner, nearly always one.
 """
 

@@ -28,7 +28,7 @@ def require_same_vocabulary(vllm_config: VllmConfig) -> SameVocabulary:
     draft_vocab = load_tokenizer(draft.model, draft.revision, draft.trust_remote_code).tokenizer.get_vocab()
     if draft_vocab != _load_tokenizer(target).tokenizer.get_vocab():
         raise UnsupportedConfigError(
-            f"{draft.model} has another vocabulary than {target.model}; use method {UNIVERSAL_DRAFT} in "
+            f"{draft.model} has a different vocabulary than {target.model}; use method {UNIVERSAL_DRAFT} in "
             "--speculative-config."
         )
     return SameVocabulary(target.get_vocab_size(), draft.get_vocab_size())

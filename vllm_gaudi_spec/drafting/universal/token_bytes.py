@@ -13,7 +13,7 @@ The tokenizer's own decoder defines how a token is spelled, never the model's na
 - A slow tokenizer around a SentencePiece model is read like a fast one. Other slow tokenizers are refused: they do not
   define their spelling.
 
-Added tokens stand for their literal text. Special tokens stand for no text; they have roles and names.
+Added tokens stand for their literal text. Special tokens stand for no text, but have roles and names.
 """
 
 from __future__ import annotations

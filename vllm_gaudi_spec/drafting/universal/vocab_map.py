@@ -3,8 +3,8 @@
 Two tokens match if they stand for the same bytes. Special tokens, which stand for no text, match if both sides give
 them the same name (such as `<|im_start|>`), unless their roles contradict. The others match by role: end of turn with
 end of turn, end of text with end of text, then any remaining end with any other; bos with bos, pad with pad, unk with
-unk. Names come first so that a tokenizer matches itself id by id even if one model's configuration names another end
-than the other's.
+unk. Names come first so that a tokenizer matches itself id by id even if the two models' configurations name different
+end tokens.
 
 All pairs are mutual, and any pair may be read. Pairs that share nothing but the role of pad or unk are never drafted:
 no target writes those, while the drafter's unk can be a token that it does write (`<|endoftext|>`). The bos token may

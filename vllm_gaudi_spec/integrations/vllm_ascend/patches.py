@@ -50,15 +50,15 @@ def _note_universal_draft(original: Callable[..., None], config: Any) -> None:
     for name, only in _ONLY.items():
         if getattr(config, name) != only:
             raise UnsupportedConfigError(
-                f"Method {UNIVERSAL_DRAFT} on vllm-ascend drafts token by token, each time the best of both "
-                f"vocabularies: leave {name} out of --speculative-config."
+                f"Method {UNIVERSAL_DRAFT} on vllm-ascend drafts one token at a time, the best one that both "
+                f"vocabularies have: leave {name} out of --speculative-config."
             )
     config.method = _DRAFT_MODEL
     original(config)
     if config.method != _DRAFT_MODEL:
         raise UnsupportedConfigError(
-            f"vLLM takes {config.model} for a drafter of method {config.method}, which is no model of its own; method "
-            f"{UNIVERSAL_DRAFT} needs one."
+            f"vLLM recognizes {config.model} as a drafter of method {config.method}, which is not a model of its own; "
+            f"method {UNIVERSAL_DRAFT} needs one."
         )
     setattr(config, IS_UNIVERSAL, True)
     draft = config.draft_model_config
@@ -105,7 +105,7 @@ def _get_spec_decode_method(
 
     if ADDITIONAL_CONFIG_KEY in (vllm_config.additional_config or {}):
         raise UnsupportedConfigError(
-            f"additional_config.{ADDITIONAL_CONFIG_KEY} is for the platform of its name; vllm-ascend has its own."
+            f"additional_config.{ADDITIONAL_CONFIG_KEY} has no effect on vllm-ascend; leave it out."
         )
     return AscendUniversalDraftProposer(vllm_config, device, runner)
 

@@ -38,8 +38,8 @@ class AscendUniversalDraftProposer(AscendDraftModelProposer):
             )
         if vllm_config.model_config.enable_sleep_mode:
             raise UnsupportedConfigError(
-                f"Method {UNIVERSAL_DRAFT} keeps maps of tokens beside the drafter's weights, which sleep of level 2 "
-                f"drops for good: leave --enable-sleep-mode out."
+                f"Method {UNIVERSAL_DRAFT} keeps token maps next to the drafter's weights, and sleep level 2 discards "
+                "them: leave --enable-sleep-mode out."
             )
 
     def _raise_if_vocab_size_mismatch(self) -> None:

@@ -158,7 +158,7 @@ class Multimodal(Extension):
     def _make_captured_inputs(self, store: MediaStore, batch: Batch) -> MultimodalInputs:
         """Return the same form for every batch of prompt chunks.
 
-        A graph for text alone would have to be compiled too, and would save no more than a choice between two rows per
+        A graph for only text would have to be compiled too, and would save no more than a choice between two rows per
         token.
         """
         return MultimodalInputs(

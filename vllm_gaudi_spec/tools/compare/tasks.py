@@ -136,8 +136,8 @@ Without --model, the target is the demo model, and --draft may be left out: its 
 eagle3, peagle, dflash, medusa and mtp, the demo has a tiny model with poor texts but high acceptance. With a model of
 your own and no --draft, `compare` leaves out the methods that need one; mtp drafts with the model itself.
 
-The drafters of the demo model were trained on the fixed prompts, so their acceptance rate is lower on --prompts of
-yours.
+The drafters of the demo model were trained on the fixed prompts, so their acceptance rate is lower on your own
+--prompts.
 
 Exit status: 0 when the task ran and met its threshold, 1 when it failed (the last line has the reason), 2 for wrong
 options.
@@ -203,7 +203,7 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
         type=positive,
         default=1,
         metavar="N",
-        help="maximum number of measured runs of each prompt; side by side, no third one starts after a minute",
+        help="maximum number of measured runs of each prompt (side by side, at most 2 after the first minute)",
     )
     add("--run-base", action="store_true", help="run the baseline as well, and compare the texts")
     output.add_json(add, "the record of the run")

@@ -29,7 +29,7 @@ Examples:
   gaudi-spec doctor --model TARGET --draft DRAFTER --method universal_draft --num-speculative-tokens 4
   gaudi-spec doctor --bundle report.zip --log server.log
 
-Exit status: 0 without problems (there may be warnings), 1 with problems, 2 for wrong options.
+Exit status: 0 without problems (there may be warnings), 1 with problems, 2 for invalid options.
 """
 _DEFAULT_DRAFTS = 3
 _STYLES = {"problem": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}

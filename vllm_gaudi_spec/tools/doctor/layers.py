@@ -48,7 +48,7 @@ def _count(model: ModelConfig, parallel: ParallelConfig, kinds: tuple[str, ...])
 
 
 def _list_kimi_types(config: Any) -> list[str]:
-    """List the types of Kimi Linear's layers, which vLLM's configuration gives as numbers from 1 on."""
+    """List the types of Kimi Linear's layers, which vLLM's configuration counts from 1."""
     recurrent = config.linear_attn_config["kda_layers"]
     numbers = range(1, config.num_hidden_layers + 1)
     return ["linear_attention" if number in recurrent else "full_attention" for number in numbers]

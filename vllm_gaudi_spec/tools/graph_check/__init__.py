@@ -23,7 +23,7 @@ Examples:
   gaudi-spec graph-check --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'
 
 Exit status: 0 when no step compiles after warm-up and none has more device-to-host syncs than allowed, 1 when one does
-or the model does not run, 2 for wrong options.
+or the model does not run, 2 for invalid options.
 """
 # Emulated cards come first, since they are available everywhere.
 CHECKED = sorted((name for name, device in DEVICES.items() if device.has_graph_check), reverse=True)

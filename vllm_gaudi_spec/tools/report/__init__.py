@@ -19,7 +19,7 @@ Example:
   gaudi-spec demo --batch-size 4 --json 4.json
   gaudi-spec report 1.json 4.json
 
-Exit status: 0 when the page is written, 2 when a record cannot be read or for wrong options.
+Exit status: 0 if the page is written, 2 if a record cannot be read or for invalid options.
 """
 
 
@@ -29,7 +29,7 @@ def add_to(commands: Any) -> None:
     )
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN.json", help="a record that `gaudi-spec demo --json` wrote")
-    add("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="the page")
+    add("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="the page to write")
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
