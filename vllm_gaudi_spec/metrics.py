@@ -111,7 +111,7 @@ SERIES = {
         "reason",
         tuple(NoDraftReason),
     ),
-    SKIPPED_STEPS: Series("Steps that skipped drafting because it would not have paid (adaptive verification)."),
+    SKIPPED_STEPS: Series("Steps that skipped drafting because it would not have paid off (adaptive verification)."),
     COVERAGE: Series(
         "The share of a vocabulary's tokens that have a counterpart in the other one, computed at load. Universal "
         "drafting only; shown from the first step on.",

@@ -195,7 +195,7 @@ class KimiDeltaAttention(RecurrentLayer, KimiGatedDeltaNetAttention):
 
 
 def _normalize(tensor: torch.Tensor) -> torch.Tensor:
-    """Normalize to length 1, as the kernels do that models were trained with."""
+    """Normalize to length 1, like the kernels that models were trained with."""
     return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6)
 
 

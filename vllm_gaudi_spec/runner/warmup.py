@@ -113,12 +113,7 @@ def warm_up(runner: ModelRunner) -> None:
     if runner.speculation is not None and runner.speculation.is_adaptive:
         recorder.step_times = _time_steps(runner, runner.speculation.widths, max_tokens)
     _finish_warm_up(runner)
-    logger.info(
-        "Warm-up took %.1f s; it ran %d of %d step signatures.",
-        time.perf_counter() - started,
-        len(recorder.warmed),
-        len(recorder.manifest),
-    )
+    logger.info("Warm-up took %.1f s and ran %d step signatures.", time.perf_counter() - started, len(recorder.warmed))
 
 
 def _join_sizes(sizes: tuple[int, ...]) -> str:

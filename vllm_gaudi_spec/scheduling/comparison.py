@@ -3,8 +3,8 @@
 A comparison is a generator: it yields requests to run without drafts, is sent their results, and returns an outcome.
 It can be closed at any time and started again.
 
-It is for the strict rule, and for every rule at temperature 0, which give the tokens of decoding without drafts, up to
-ties.
+It is for the strict rule, and for every rule at temperature 0, which produce the same tokens as decoding without
+drafts, up to ties.
 """
 
 from __future__ import annotations

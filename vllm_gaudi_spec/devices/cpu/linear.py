@@ -112,7 +112,7 @@ def _is_float16(weight: torch.Tensor) -> bool:
 
 
 def _choose_power_of_two(weight: torch.Tensor) -> float:
-    """Return the power of two that scales a matrix to end just below float16's largest number."""
+    """Return the power of two that scales a matrix's largest number to just below float16's."""
     _, exponent = torch.frexp(weight.abs().amax())
     return 2.0 ** (int(exponent) - 15)
 

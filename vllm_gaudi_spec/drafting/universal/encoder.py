@@ -66,10 +66,7 @@ class Encoder:
         return Encoded([token for token, _ in pairs], [end for _, end in pairs])
 
     def extend(self, encoded: Encoded, text: str) -> int:
-        """Update the tokens of a text that has grown to `text`.
-
-        Returns how many tokens at the start are unchanged.
-        """
+        """Update the tokens of a text that has grown to `text`. Return how many at the start are unchanged."""
         before = max(len(encoded.ids) - _WINDOW, 0)
         begin = encoded.ends[before - 1] if before else 0
         before = bisect_right(encoded.ends, begin) if before else 0

@@ -134,7 +134,7 @@ class Timeline:
     def _write(self, segment: bytes) -> int:
         """Append text to the open segment.
 
-        Returns how many of its tokens are unchanged.
+        Return how many of its tokens are unchanged.
         """
         if segment and self._drops_space:
             segment, self._drops_space = segment.removeprefix(b" "), False
