@@ -129,7 +129,7 @@ PRELOADED = Variable(
     "Intel's OpenMP, if installed",
     "on a CPU: the OpenMP of the engine's process; libiomp5.so keeps steps fast beside other work",
 )
-BLOCKTIME = Variable("KMP_BLOCKTIME", "1", "with Intel's OpenMP: milliseconds that a waiting thread spins; 1 is fair")
+BLOCKTIME = Variable("KMP_BLOCKTIME", "1", "with Intel's OpenMP: milliseconds that a waiting thread spins")
 START_METHOD = Variable(
     "VLLM_WORKER_MULTIPROC_METHOD", "chosen by a test", "how the engine process starts: fork or spawn"
 )

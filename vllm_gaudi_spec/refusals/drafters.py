@@ -106,7 +106,7 @@ def _refuse_other_methods(spec_config: SpeculativeConfig) -> Iterator[str]:
     found = spec_config.draft_model_config.architectures
     for name, method in METHODS.items():
         if name != spec_config.method and set(found) & set(method.architectures):
-            yield f"{spec_config.model} is a drafter of method {name}; set method to that in --speculative-config."
+            yield f"{spec_config.model} is a drafter of method {name}; set method to it in --speculative-config."
     is_parallel_head = any(name.lower().startswith("peagle") for name in found)
     if is_parallel_head and not (spec_config.method == EAGLE3 and spec_config.parallel_drafting):
         yield (

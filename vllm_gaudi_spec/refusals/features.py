@@ -128,14 +128,14 @@ def refuse_sleep(vllm_config: VllmConfig | None, backend: DeviceBackend, level: 
         )
     if level > 1 and (reason := _find_fixed_weights(vllm_config, backend)):
         raise UnsupportedConfigError(
-            f"Sleep of level 2 drops weights, which cannot be replaced with {reason}; use level 1, {remedy}."
+            f"Sleep level 2 drops weights, which an engine with {reason} cannot load again; use level 1, {remedy}."
         )
 
 
 def refuse_new_weights(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
     if reason := _find_fixed_weights(vllm_config, backend):
         raise UnsupportedConfigError(
-            f"Weights of a running engine cannot be replaced with {reason}; start another engine."
+            f"A running engine with {reason} cannot replace its weights; start another engine."
         )
 
 

@@ -99,7 +99,7 @@ def test_weights_that_steps_do_not_read_as_loaded_are_refused(changed: Any) -> N
 
 def test_devices_that_change_weights_at_load_are_refused() -> None:
     other: Any = SimpleNamespace(traits=SimpleNamespace(name="ascend", updates_weights=False))
-    with pytest.raises(UnsupportedConfigError, match="cannot be replaced with device ascend"):
+    with pytest.raises(UnsupportedConfigError, match="engine with device ascend cannot replace its weights"):
         refuse_new_weights(config(), other)
 
 
@@ -112,7 +112,7 @@ def test_device_that_cannot_sleep_refuses_the_option(monkeypatch: pytest.MonkeyP
 def test_sleep_that_ends_with_other_weights_names_the_level() -> None:
     awake: Any = SimpleNamespace(traits=SimpleNamespace(**vars(TRAITS) | dict(sleeps=True)))
     refuse_sleep(config(is_moe=True), awake)
-    with pytest.raises(UnsupportedConfigError, match="replaced with experts; use level 1, and call wake_up"):
+    with pytest.raises(UnsupportedConfigError, match="with experts cannot load again; use level 1, and call wake_up"):
         refuse_sleep(config(is_moe=True), awake, level=2)
     with pytest.raises(UnsupportedConfigError, match="leave out --kv-transfer-config, and call wake_up"):
         refuse_sleep(config(connector=object()), awake)

@@ -84,7 +84,7 @@ def test_adapter_in_place_of_a_drafter_is_refused(method: str | None, tmp_path: 
 @pytest.mark.parametrize(
     ("method", "changed", "message"),
     [
-        ("dspark", {}, "is a drafter of method dspark; set method to that in --speculative-config."),
+        ("dspark", {}, "is a drafter of method dspark; set method to it in --speculative-config."),
         (
             "peagle",
             {},

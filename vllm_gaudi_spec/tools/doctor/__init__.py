@@ -38,7 +38,7 @@ _STYLES = {"problem": "bold red", "warning": "yellow", "note": "cyan", "ok": "gr
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
-        help="check this machine, and a model: faults, each with its remedy",
+        help="find faults of this machine or a pair of models, with remedies",
         description=DESCRIPTION,
     )
     add = parser.add_argument

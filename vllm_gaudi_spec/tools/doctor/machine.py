@@ -107,7 +107,7 @@ def check_npu_driver(driver: str) -> Iterator[Finding]:
     remedy = "install the driver of HDK 25.5.1 or newer"
     if numbers < (25, 0):
         yield warning(
-            "driver", f"the driver is {driver}: graph task updates need HDK 25.0.RC1 (error 207000 before)", remedy
+            "driver", f"the driver is {driver}: graph task updates need HDK 25.0.RC1 (else error 207000)", remedy
         )
     elif numbers < (25, 5, 1):
         yield warning("driver", f"the driver is {driver}: before 25.5.1, fewer graphs fit (`alloc sq cq fail`)", remedy)
