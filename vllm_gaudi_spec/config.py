@@ -29,7 +29,7 @@ class UnusableInstallationError(UnsupportedConfigError):
 
 
 def in_one_line(error: BaseException) -> str:
-    """Format an error as one line, for the last line that a user reads."""
+    """Format an error as a single line, for the end of the output."""
     details = getattr(error, "errors", None)  # pydantic's list of what failed
     if callable(details):
         message = "; ".join(": ".join([*map(str, item["loc"]), item["msg"]]) for item in details())

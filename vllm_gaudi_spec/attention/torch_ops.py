@@ -81,7 +81,7 @@ def attend_packed(
     call: AttentionCall,
     spec: AttentionLayerSpec,
 ) -> torch.Tensor:
-    """Attend with packed tokens by an `attend` that supports rectangles only."""
+    """Attend with packed tokens, through an `attend` that supports only rectangles."""
     packed = call.packed
     assert packed is not None
     whole: AttentionCall = call.plan("rectangle", lambda: replace(call, packed=None, _plans={}))

@@ -208,8 +208,8 @@ def widen_speculative_options() -> None:
 def read_inc_from_quant_config(original: Callable[..., Any], args: Any, *more: Any, **named: Any) -> Any:
     """Let `--quantization inc` work with QUANT_CONFIG alone.
 
-    Reason: vllm-gaudi needs both. vLLM looks for another kind of file in the checkpoint and fails if there is none.
-    Remove when: upstream's `inc` reads QUANT_CONFIG.
+    Reason: vllm-gaudi needs both. vLLM looks for a different file in the checkpoint, and fails if there is none. Remove
+    when: upstream's `inc` reads QUANT_CONFIG.
     """
     if args.quantization == "inc" and QUANT_CONFIG.value is not None:
         from vllm.logger import init_logger  # upstream is imported beside other releases of vLLM, too
