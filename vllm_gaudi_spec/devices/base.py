@@ -258,6 +258,8 @@ class Weights:
     """The device's name in messages."""
     fp8_arithmetic: Callable[[float], Arithmetic] | None = None
     """Factory of e4m3 arithmetic, given the largest number; None if KV is not kept in FP8."""
+    fp8_logits: Callable[[float], Arithmetic] | None = None
+    """Likewise, for a drafter's logits; None if products of FP8 are not faster."""
     multiplies_fp8 = False
     """Whether FP8 products are faster than products of floats, so that linear layers of FP8 checkpoints stay FP8."""
     converts_uint4 = False

@@ -10,10 +10,11 @@ from torch import nn
 from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import finite
-from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.config import GAUDI3, UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Weights
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention
 from vllm_gaudi_spec.devices.common.stream_device import Captures, StreamGraphs, StreamMemory
+from vllm_gaudi_spec.devices.cuda.fp8 import CudaArithmetic
 
 
 def make_backend() -> DeviceBackend:
@@ -56,6 +57,9 @@ def make_backend() -> DeviceBackend:
 
 
 class CudaWeights(Weights):
+    fp8_logits = CudaArithmetic
+    fp8_range = GAUDI3  # the range of every e4m3 number
+
     def prepare_model(self, model: nn.Module) -> None:
         """Replace the methods of linear layers and the forwards of decoder layers, whose weights stay where they are.
 

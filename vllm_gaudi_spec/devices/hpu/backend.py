@@ -317,7 +317,7 @@ class HpuAttention(PairAttention):
 
 class HpuWeights(Weights):
     device_name = "hpu"
-    fp8_arithmetic = hpu_fp8.GaudiArithmetic
+    fp8_arithmetic = fp8_logits = hpu_fp8.GaudiArithmetic
     multiplies_fp8 = True
     converts_uint4 = True
 

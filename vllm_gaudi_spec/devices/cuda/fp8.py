@@ -1,0 +1,43 @@
+"""FP8 products by torch's kernel, for a drafter's output matrix. Not measured: whether they are worth it elsewhere."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_gaudi_spec.attention.operations import PLAIN
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.quantization.fp8 import to_e4m3
+
+_WITH_FP8 = (8, 9)
+"""The least compute capability with FP8."""
+
+
+class CudaArithmetic:
+    """`quantization.fp8.Arithmetic` with e4m3 numbers as torch has them."""
+
+    matmul = PLAIN.matmul_qk
+
+    def __init__(self, largest: float) -> None:
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() < _WITH_FP8:
+            raise UnsupportedConfigError(
+                "draft_lm_head_quantization needs a GPU that multiplies FP8, Ada or newer; leave it out of "
+                "--speculative-config."
+            )
+        self._largest = largest
+
+    def cast(self, x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        return to_e4m3(x.float() * inverse, self._largest)
+
+    def keep(self, weight_KN: torch.Tensor) -> torch.Tensor:
+        return weight_KN.t().contiguous().t()  # by columns, as the kernel takes its second operand
+
+    def multiply(
+        self, x: torch.Tensor, y: torch.Tensor, x_scale: torch.Tensor, y_scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        # The kernel's scales by row and column exclude a float32 result, so scale afterwards.
+        one = torch.ones((), device=x.device)
+        out: torch.Tensor = torch._scaled_mm(x, y, scale_a=one, scale_b=one, out_dtype=torch.float32)
+        return (out * (x_scale * y_scale)).to(dtype)
+
+    def uncast(self, x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return (x.float() * scale).to(dtype)
