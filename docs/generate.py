@@ -86,6 +86,7 @@ SPECULATIVE = {
     "revision": "The drafter's revision on the Hugging Face Hub.",
     "draft_load_config": "How the drafter is loaded. Default: as the target.",
     "parallel_drafting": "[Draft all k tokens in one forward pass](methods.md#parallel-drafting).",
+    "draft_lm_head_quantization": "`fp8`: draft from [a copy of the output matrix](methods.md#output-matrix-in-fp8).",
     "prompt_lookup_min": "The shortest n-gram. Default: `prompt_lookup_max`, or 5.",
     "prompt_lookup_max": "The longest n-gram. Default: `prompt_lookup_min`, or 5.",
     "suffix_decoding_max_tree_depth": "The longest match and its drafts together, in tokens.",
@@ -103,12 +104,12 @@ SPECULATIVE = {
 def speculative() -> str:
     """Tabulate the options of --speculative-config, with types and defaults as vLLM's class has them."""
     known = SpeculativeConfig.__dataclass_fields__
-    theirs = {name: set(get_args(known[name].type)) for name in SPECULATIVE}
+    theirs = {name: set(get_args(known[name].type)) for name in SPECULATIVE if name in known}
     widen_speculative_options()
     rows = []
     for name, meaning in SPECULATIVE.items():
         field = known[name]
-        values = [f"`{value}`" if value in theirs[name] else f"**`{value}`**" for value in get_args(field.type)]
+        values = [f"`{value}`" if value in theirs.get(name, ()) else f"**`{value}`**" for value in get_args(field.type)]
         default = getattr(field.default, "default", field.default)  # of pydantic's Field
         if default is not None:
             meaning += f" Default: {json.dumps(default)}."

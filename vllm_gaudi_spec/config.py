@@ -237,8 +237,8 @@ REQUEST_OPTION = "num_speculative_tokens"
 UNIVERSAL_DRAFT = "universal_draft"
 """Our name for vLLM's method `draft_model` with a different vocabulary than the target's."""
 _DEFAULT_KV_LEN = 2048
-IS_UNIVERSAL = "gaudi_spec_universal_draft"
-"""The attribute by which `upstream/` marks a speculative configuration with that method."""
+IS_UNIVERSAL, LM_HEAD_QUANTIZATION = "gaudi_spec_universal_draft", "gaudi_spec_lm_head_quantization"
+"""Attributes that `upstream/` gives a speculative configuration: that method, and `draft_lm_head_quantization`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

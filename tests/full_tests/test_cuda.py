@@ -29,6 +29,7 @@ pytestmark = pytest.mark.cuda
 
 SIZES: dict[str, Any] = dict(max_num_seqs=6, max_model_len=512, max_num_batched_tokens=256)
 BOTH = dict(SIZES, enable_prefix_caching=True)
+FP8_LOGITS = {"fp8": dict(draft_lm_head_quantization="fp8")}
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,7 @@ def test_drafters_without_a_model_are_lossless(
         *(("draft_model", mode, overlapping) for mode in ("greedy", "coupled") for overlapping in (False, True)),
         ("draft_model", "standard", True),
         ("draft_model", "block", True),
+        ("draft_model", "fp8", True),
         ("universal_draft", "greedy", True),
         ("universal_draft", "standard", False),
     ],
@@ -92,7 +94,7 @@ def test_draft_model_is_lossless(
     """The target drafts for itself, or its twin of another vocabulary does: what it drafts for greedy requests, and
     with the same noise or law, is right."""
     drafter = looping_llama if method == "draft_model" else request.getfixturevalue("twin")
-    config = dict(method=method, model=drafter, num_speculative_tokens=3, **MODES[mode])
+    config = dict(method=method, model=drafter, num_speculative_tokens=3, **(MODES | FP8_LOGITS)[mode])
     before = captured()
     with speculating(looping_llama, config, **BOTH, async_scheduling=overlapping) as llm:
         programs_are_the_manifest(llm, before)

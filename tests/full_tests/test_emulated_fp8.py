@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import LLM, SamplingParams
 
 import card_emulator
 from tests.full_tests import heads, mtp_checkpoints
-from tests.full_tests.engines import engine
+from tests.full_tests.engines import counter, engine, first_tokens, generate
 from tests.full_tests.quantized import METHODS, Calibrated, calibrate, check_drafts, drafter, drafting, quantizing
 from tests.full_tests.quantized_checkpoints import MTP, rewritten, texts_with_and_without_drafts
+from tests.full_tests.speculation import accepted
 from tests.support.marks import quick_and_slow
 from vllm_gaudi_spec.config import NATIVE
 from vllm_gaudi_spec.devices.hpu import backend as hpu
@@ -85,3 +87,46 @@ def test_deepseek_mtp_in_fp8_blocks(tmp_path: Path) -> None:
     quantized, _ = rewritten(mtp_checkpoints.save("deepseek-v3", tmp_path / "plain"), "fp8-block", tmp_path)
     kept = {torch.float8_e4m3fn, torch.float32}
     texts_with_and_without_drafts(quantized, NATIVE, speculative=MTP, least=5, kept_as=kept)
+
+
+def output_matrices(worker: Any) -> list[torch.Tensor]:
+    """Return the numbers of a head's output matrix and of the FP8 copy beside it."""
+    head, target = worker.model_runner.drafter.model, worker.model_runner.target.model
+    (copy,) = head.fp8_output_matrices
+    original = target.lm_head.weight if hasattr(target, "lm_head") else target.model.embed_tokens.weight
+    # On the host: the card would compile these operations.
+    return [original.cpu(), copy.weight.cpu().float().t() * copy.weight_scale.cpu()[:, None]]
+
+
+def spoil(worker: Any) -> None:
+    for matrix in worker.model_runner.drafter.model.fp8_output_matrices:
+        matrix.weight.data.copy_(torch.zeros(matrix.weight.shape))  # a copy, which the card does not compile
+
+
+@pytest.mark.parametrize("method", quick_and_slow(["eagle"], ["mtp", "dflash"]))
+def test_drafts_of_an_fp8_output_matrix_are_lossless(method: str) -> None:
+    """The target verifies with its own matrix, and its new weights reach the copy."""
+    model, prompts = heads.target(method), [heads.text(length, first) for first, length in enumerate((9, 20, 31, 40))]
+    params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=24, ignore_eos=True) for seed in range(2)]
+    params += [heads.greedy(24)] * 2
+
+    def ask(llm: LLM) -> list[list[int]]:
+        llm.reset_prefix_cache()
+        return first_tokens(generate(llm, prompts, params))
+
+    with engine(model, **SIZES) as llm:
+        expected = ask(llm)
+    drafts = heads.head(method, 3, rejection_sample_method="strict", draft_lm_head_quantization="fp8")
+    with engine(model, speculative_config=drafts, **SIZES) as llm:
+        ((original, copy),) = llm.collective_rpc(output_matrices)
+        # Of numbers with 4 bits, but for the smallest.
+        assert 0.01 < float((copy - original).abs().max() / original.abs().max()) < 2**-4
+        assert ask(llm) == expected
+        assert accepted(llm) > 0.1 * counter(llm, "vllm:spec_decode_num_draft_tokens") > 5
+        if method == "dflash":  # no weights are updated with it
+            return
+        llm.collective_rpc(spoil)
+        llm.collective_rpc("reload_weights")
+        assert ask(llm) == expected
+        for before, after in zip((original, copy), llm.collective_rpc(output_matrices)[0], strict=True):
+            assert torch.equal(before, after)

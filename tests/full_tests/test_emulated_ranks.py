@@ -51,6 +51,19 @@ def test_whole_drafter_on_each_card(method: str, setup_of: Callable[[str], Setup
     check(given, outputs, said, f"2 cards, {method}, drafter on each", least_accepted=1)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_fp8_copies_of_the_parts_of_an_output_matrix(
+    num_ranks: int, setup_of: Callable[[str], Setup], said: Said
+) -> None:
+    """Each card rounds its own rows, whether the head is split or whole."""
+    given = setup_of("eagle")._replace(work=FEW)
+    drafter = given.drafter | dict(draft_tensor_parallel_size=num_ranks, draft_lm_head_quantization="fp8")
+    with speculating(given.target, drafter, tensor_parallel_size=2, **SIZES, **given.options) as llm:
+        outputs = generate(llm, *FEW)
+        ranks_agree(llm, 2)
+    check(given, outputs, said, f"2 cards, FP8 matrix, head on {num_ranks}", least_accepted=1)
+
+
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
 def test_experts_of_tensor_parallel_cards(family: str, made: Callable[[str], str], said: Said) -> None:
     given = Setup(made(family), ngram(3), FEW, {})

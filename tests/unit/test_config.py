@@ -25,13 +25,14 @@ from tests.full_tests.tiny_models import common
 from tests.support.processes import run_code
 from tests.support.releases import only_0_32
 from vllm_gaudi_spec import config, device_table, environment, refusals, upstream
-from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError, get_target_config
+from vllm_gaudi_spec.config import LM_HEAD_QUANTIZATION, Options, Speculation, UnsupportedConfigError, get_target_config
 from vllm_gaudi_spec.device_table import load_backend
 from vllm_gaudi_spec.devices.ascend import compared as ascend
 from vllm_gaudi_spec.devices.base import DeviceTraits
 from vllm_gaudi_spec.devices.hpu import compared as hpu
 from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.platforms import base as platform
+from vllm_gaudi_spec.quantization.fp8 import HostArithmetic
 from vllm_gaudi_spec.refusals import drafters, models, speculation
 from vllm_gaudi_spec.refusals.requests import check_request
 from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
@@ -232,7 +233,8 @@ def backend_of(device: str, *, captures: bool = False) -> Any:
         takes_quant_config=device in ("cpu", "hpu"),
         simulates_quantization=device == "cpu",
     )
-    return SimpleNamespace(traits=traits, weights=SimpleNamespace(missing_kernel=lambda *_: None))
+    weights = SimpleNamespace(missing_kernel=lambda *_: None, fp8_logits=None if device == "cpu" else HostArithmetic)
+    return SimpleNamespace(traits=traits, weights=weights)
 
 
 @pytest.fixture(autouse=True)
@@ -283,6 +285,9 @@ def test_supported_speculation_is_accepted(speculative: dict[str, Any], tmp_path
 UNIVERSAL = DRAFT | dict(method="universal_draft")
 RETOKENIZE = dict(universal_context="retokenize")
 SLEM = RETOKENIZE | dict(universal_match="slem")
+FP8_MATRIX = dict(draft_lm_head_quantization="fp8")
+ON_MATRIX = {f"speculative_config.{LM_HEAD_QUANTIZATION}": "fp8"}
+ASSISTANT = {"speculative_config.method": "mtp", "speculative_config.use_gemma4_mtp": lambda: True}
 EXTENSION = dict(worker_extension_cls="the.calibration")
 PROCESSORS = dict(logits_processors=["vllm.v1.sample.logits_processor:MinPLogitsProcessor"])
 WHOLE_PROMPTS = dict(enable_chunked_prefill=False, max_num_batched_tokens=2048)
@@ -325,6 +330,38 @@ REFUSED: list[Any] = [
         dict(speculative=DRAFT | dict(rejection_sample_method="probabilistic", draft_sample_method="coupled")),
     ),
     ("leave out --logits-processors, or --speculative-config", dict(speculative=NGRAM, options=PROCESSORS)),
+    # The output matrix in FP8
+    ("draft_lm_head_quantization is not supported .* ngram; leave it out", dict(speculative=NGRAM | FP8_MATRIX)),
+    ("draft_lm_head_quantization is not supported .* suffix; leave it out", dict(speculative=SUFFIX | FP8_MATRIX)),
+    pytest.param(
+        "draft_lm_head_quantization is not supported .* medusa; leave it out",
+        dict(speculative=dict(method="medusa") | FP8_MATRIX),
+        marks=only_0_32,
+    ),
+    (
+        "draft_lm_head_quantization is not supported .* mtp; leave it out",
+        dict(speculative=DRAFT, changed=ON_MATRIX | ASSISTANT, device="hpu"),
+    ),
+    (
+        "draft_lm_head_quantization is nvfp4, and only fp8",
+        dict(speculative=DRAFT | dict(draft_lm_head_quantization="nvfp4")),
+    ),
+    ("draft_lm_head_quantization needs a device .* cpu does not", dict(speculative=DRAFT | FP8_MATRIX)),
+    (None, dict(speculative=DRAFT, changed=ON_MATRIX, device="hpu")),
+    (None, dict(speculative=UNIVERSAL, changed=ON_MATRIX, device="hpu", options=dict(dtype="bfloat16"))),
+    (
+        "draft_lm_head_quantization does not work with float16",
+        dict(speculative=DRAFT, changed=ON_MATRIX, device="hpu", options=dict(dtype="float16")),
+    ),
+    (
+        "draft_lm_head_quantization does not work with another head_dtype",
+        dict(
+            speculative=DRAFT,
+            changed=ON_MATRIX,
+            device="hpu",
+            options=dict(dtype="bfloat16", hf_overrides=dict(head_dtype="float32")),
+        ),
+    ),
     # Universal drafting
     ("universal_context has no effect with no speculation", dict(ours=RETOKENIZE)),
     ("universal_match has no effect with method ngram", dict(speculative=NGRAM, ours=dict(universal_match="tli"))),
@@ -409,6 +446,17 @@ def test_unsupported_configuration_is_refused(
     assert message is None or len(str(refused.value).splitlines()) == 1
 
 
+def test_fp8_matrix_of_a_drafter_with_its_own_quant_config_is_refused(tmp_path: Path) -> None:
+    made = engine_config(tmp_path, here(DRAFT, tmp_path))
+    setattr(made.speculative_config, LM_HEAD_QUANTIZATION, "fp8")
+    options = [Options(), Options(draft_quant_config="quant.json")]
+    found = [list(speculation._lm_head_refusals(made, one, backend_of("hpu"))) for one in options]
+    assert found[0] == []
+    assert [reason.partition(";")[0] for reason in found[1]] == [
+        "draft_lm_head_quantization does not work with draft_quant_config"
+    ]
+
+
 @pytest.mark.parametrize("speculative", [NGRAM, SUFFIX, CUSTOM], ids=str)
 def test_weightless_method_needs_no_target(speculative: dict[str, Any], tmp_path: Path) -> None:
     """`EngineArgs` sets the target in it; a program that makes a `VllmConfig` by itself may leave it out."""
@@ -483,7 +531,8 @@ def test_lists_of_options_match_vllm() -> None:
     used |= {"rejection_sample_method", "draft_sample_method", "enable_adaptive_verification"}
     used |= {"synthetic_acceptance_rates", "synthetic_acceptance_length"}
     used |= {"attention_backend"}  # a warning says that it is not
-    new = {"disable_lookahead_block_hashes", "draft_lm_head_quantization", "xpress_topc"}
+    used |= {"draft_lm_head_quantization"}
+    new = {"disable_lookahead_block_hashes", "xpress_topc"}
     if FROM_0_33:  # those of a rule that is refused
         refused_upstream |= {"fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"}
     ours = {*refusals.speculation._NO_EFFECT, *drafters._DRAFTER_MODEL_OPTIONS}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vllm_gaudi_spec.quantization.encodings import E4M3, Words
-from vllm_gaudi_spec.quantization.fp8 import Arithmetic
+from vllm_gaudi_spec.quantization.fp8 import Arithmetic, to_e4m3
 from vllm_gaudi_spec.upstream.layers import (
     ChannelQuantScaleParameter,
     GroupQuantScaleParameter,
@@ -64,6 +64,13 @@ class Fp8Linear(LinearMethodBase):
             weight_NK, scale_N = (weight_NK.float() / factor_N[:, None]).to(torch.float8_e4m3fn), scale_N * factor_N
         replace_parameter(layer, "weight", self._arithmetic.keep(weight_NK.t().contiguous()))
         replace_parameter(layer, "weight_scale", scale_N.contiguous())
+
+    def quantize(self, weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a layer's weight and scales for a weight of floats, on the host, where nothing is compiled."""
+        weight_NK = weight_NK.cpu().float()
+        scale_N1 = weight_NK.abs().amax(1, keepdim=True) / self._largest + _SMALLEST
+        weight_KN = to_e4m3(weight_NK / scale_N1, self._largest).t().contiguous()
+        return self._arithmetic.keep(weight_KN), scale_N1.squeeze(1)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows_TK = x.reshape(-1, x.shape[-1])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import (
     ADDITIONAL_CONFIG_KEY,
+    LM_HEAD_QUANTIZATION,
     MAP,
     MAX_DRAFTS,
     RETOKENIZE,
@@ -19,7 +20,7 @@ from vllm_gaudi_spec.config import (
     get_target_config,
     ranks_in_step,
 )
-from vllm_gaudi_spec.methods import METHODS
+from vllm_gaudi_spec.methods import MEDUSA, METHODS, has_model
 from vllm_gaudi_spec.refusals.drafters import drafter_model_refusals, set_options, weightless_refusals
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 # Options that no method reads, and what the message adds.
 _NO_EFFECT = {
     "disable_padded_drafter_batch": ", since all rows of a batch draft in one shape",
-    "draft_lm_head_quantization": "",
     "index_share_for_mtp_iteration": "",
     "use_local_argmax_reduction": "",
     "xpress_topc": "",
@@ -74,6 +74,7 @@ def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
             f"max_model_len {spec_config.max_model_len} in --speculative-config is more than the target's {longest}; "
             "use less, or leave it out."
         )
+    yield from _lm_head_refusals(vllm_config, options, backend)
     for name in set_options(spec_config, _NO_EFFECT):
         yield f"{name} is not supported{_NO_EFFECT[name]}; leave it out of --speculative-config."
     yield from _universal_refusals(vllm_config, options)
@@ -86,6 +87,24 @@ def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
             "Custom logits processors are not supported when speculative decoding is enabled; leave out "
             "--logits-processors, or --speculative-config."
         )
+
+
+def _lm_head_refusals(vllm_config: VllmConfig, options: Options, backend: DeviceBackend) -> Iterator[str]:
+    spec_config = vllm_config.speculative_config
+    if (quantization := getattr(spec_config, LM_HEAD_QUANTIZATION, None)) is None:
+        return
+    method, models = spec_config.method, (vllm_config.model_config, spec_config.draft_model_config)
+    has_matrix = has_model(method) and method != MEDUSA and not spec_config.use_gemma4_mtp()
+    reasons = {
+        f"is not supported with this drafter of method {method}": not has_matrix,
+        f"is {quantization}, and only fp8 is supported": quantization != "fp8",
+        f"needs a device that multiplies FP8, which {backend.traits.name} does not": backend.weights.fp8_logits is None,
+        "does not work with float16": any(str(one.head_dtype) == "torch.float16" for one in models if one),
+        "does not work with another head_dtype": any(one.head_dtype != one.dtype for one in models if one),
+        "does not work with draft_quant_config": options.draft_quant_config is not None,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        yield f"draft_lm_head_quantization {reason}; leave it out of --speculative-config."
 
 
 def _audit_refusals(vllm_config: VllmConfig, options: Options) -> Iterator[str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gaudi_spec.config import Options, Speculation, ranks_in_step
+from vllm_gaudi_spec.config import LM_HEAD_QUANTIZATION, Options, Speculation, ranks_in_step
 from vllm_gaudi_spec.drafting.base import Drafting, DraftingContext
 from vllm_gaudi_spec.drafting.load import load_drafting
 from vllm_gaudi_spec.drafting.memory import compute_drafting_bytes, get_kv_block
@@ -14,6 +14,7 @@ from vllm_gaudi_spec.drafting.models import get_kv_specs_in_target, load_drafter
 from vllm_gaudi_spec.graphs import StepRecorder
 from vllm_gaudi_spec.model import LoadedModel
 from vllm_gaudi_spec.quantization.models import Quantization
+from vllm_gaudi_spec.quantization.output_matrices import quantize_output_matrices
 from vllm_gaudi_spec.recurrent.table import describe_snapshots, describe_states, num_pending, num_snapshots
 from vllm_gaudi_spec.runner.device_step import DeviceStep
 from vllm_gaudi_spec.runner.extensions import Extension
@@ -68,6 +69,8 @@ class RunnerParts:
         self.target = LoadedModel(self.vllm_config, self.backend, quantization=quantization)
         if self.speculation is not None:
             self.drafter = load_drafter(self.speculation, self.vllm_config, self.backend, self.target)
+            if self.drafter and getattr(self.vllm_config.speculative_config, LM_HEAD_QUANTIZATION, None):
+                quantize_output_matrices(self.drafter.model, self.backend.weights, self.drafter.model_config.model)
         self.encoders: Encoders | None = None
         if self.vllm_config.model_config.supports_multimodal_inputs and self.backend.traits.captures:
             self.encoders = Encoders(self.vllm_config, self.target.model)

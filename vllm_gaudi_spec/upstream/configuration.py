@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_gaudi_spec.config import IS_UNIVERSAL, UNIVERSAL_DRAFT, UnsupportedConfigError
+from vllm_gaudi_spec.config import IS_UNIVERSAL, LM_HEAD_QUANTIZATION, UNIVERSAL_DRAFT, UnsupportedConfigError
 from vllm_gaudi_spec.environment import QUANT_CONFIG, TRUST_DRAFT_CODE
 from vllm_gaudi_spec.methods import DRAFT_MODEL, EAGLE3, MEDUSA, METHODS, NGRAM_GPU, RULES, has_model
 from vllm_gaudi_spec.upstream.patching import do_nothing, patches, raise_unchanged, widen, wrap
@@ -105,6 +106,8 @@ def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
         # From here on upstream only refuses its own flag; `config.py` reads ours.
         config.use_heterogeneous_vocab = False
         setattr(config, IS_UNIVERSAL, True)
+    setattr(config, LM_HEAD_QUANTIZATION, config.draft_lm_head_quantization)
+    config.draft_lm_head_quantization = None
     method = METHODS.get(config.method)
     if target is not None and method is not None and method.in_target and _is_in_targets_folder(config):
         _share_positions(config)
@@ -198,9 +201,17 @@ def widen_speculative_options() -> None:
     Reason: upstream's fields are closed lists. They stay closed, so that a typo is still refused with the list of valid
     values.
     Remove when: upstream has these values, or lets a platform add some.
+
+    Add `draft_lm_head_quantization` to vLLM 0.32. `describe_drafters` hides its value from upstream.
+    Reason: vLLM 0.33 has it for heads in its second runner, and refuses it with other drafters.
+    Remove when: upstream leaves these checks to the platform.
     """
     from vllm.config import SpeculativeConfig
 
+    if not FROM_0_33:
+        fields, name = SpeculativeConfig.__dataclass_fields__, "draft_lm_head_quantization"
+        fields[name] = copy(fields["revision"])
+        fields[name].name, SpeculativeConfig.__annotations__[name] = name, fields[name].type
     widen(SpeculativeConfig, _MORE_VALUES)
 
 
