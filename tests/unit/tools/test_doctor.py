@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.processes import ROOT, forget_bridge, python_path
 from vllm_gaudi_spec import device_table
+from vllm_gaudi_spec.config import LM_HEAD_QUANTIZATION
 from vllm_gaudi_spec.environment import VARIABLES
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.doctor import machine, pair, probe, settings
@@ -177,6 +179,22 @@ def test_memory(
     ((its_severity, text),) = of(found, "memory")
     assert (status, its_severity) == (severity == "problem", severity)
     assert words in text
+
+
+def test_memory_of_an_output_matrix_in_fp8() -> None:
+    """On each of two ranks, a number has a byte."""
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        model_config=SimpleNamespace(get_vocab_size=lambda: 1000),
+        cache_config=SimpleNamespace(block_size=16),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        speculative_config=SimpleNamespace(),
+    )
+    speculation: Any = SimpleNamespace(retokenizes=False, keeps_probs=False)
+    drafter: Any = SimpleNamespace(get_vocab_size=lambda: 600, get_hidden_size=lambda: 32)
+    assert pair.estimate_drafting(config, speculation, drafter) == {}
+    setattr(config.speculative_config, LM_HEAD_QUANTIZATION, "fp8")
+    assert list(pair.estimate_drafting(config, speculation, drafter).values()) == [600 * 32 // 2]
 
 
 # ---- machines that are not -------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from vllm_gaudi_spec.config import (
     FLOAT16,
     FLOAT32,
     FP8_KV,
+    LM_HEAD_QUANTIZATION,
     Options,
     Speculation,
     UnsupportedConfigError,
@@ -205,7 +206,11 @@ def estimate_drafting(
     rows, vocabulary = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.get_vocab_size()
     size = vllm_config.cache_config.block_size
     kv_region_block = KVBlock(size, size * count_kv_bytes(drafter, vllm_config)) if speculation.retokenizes else None
-    return compute_drafting_bytes(speculation, rows, vocabulary, kv_region_block)
+    found = compute_drafting_bytes(speculation, rows, vocabulary, kv_region_block)
+    if getattr(vllm_config.speculative_config, LM_HEAD_QUANTIZATION, None) is not None:
+        size = drafter.get_vocab_size() * drafter.get_hidden_size()
+        found["the drafter's output matrix in FP8"] = size // vllm_config.parallel_config.tensor_parallel_size
+    return found
 
 
 def estimate_rows(
