@@ -74,6 +74,8 @@ class DeviceTraits:
     of its own."""
     decode_step: int = 0
     """The smallest step between decode batch sizes; 0 for powers of two only."""
+    decode_parts: int = 4
+    """The maximum number of steps from a power of two to the next."""
     prefill_step: int = 0
     """The smallest difference of prefill buckets between powers of two, where padding costs more than another shape. 0:
     only powers of two."""

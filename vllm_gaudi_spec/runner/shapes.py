@@ -109,9 +109,11 @@ class Shapes:
                 "set num_speculative_tokens in --speculative-config to that or less."
             )
         longest_chunk = min(scheduler.max_num_batched_tokens, max_len)
-        alignment, step = backend.traits.smallest_prefill, backend.traits.prefill_step
-        prefill = options.prefill_buckets or divided_powers(alignment, longest_chunk, step)
-        decode = options.batch_buckets or divided_powers(1, scheduler.max_num_seqs, backend.traits.decode_step)
+        traits = backend.traits
+        alignment = traits.smallest_prefill
+        prefill = options.prefill_buckets or divided_powers(alignment, longest_chunk, traits.prefill_step)
+        steps = traits.decode_step, traits.decode_parts
+        decode = options.batch_buckets or divided_powers(1, scheduler.max_num_seqs, *steps)
         powers_of_two = divided_powers(1, scheduler.max_num_seqs, 0)
         refuse_waste("batch_buckets", decode, scheduler.max_num_seqs, "--max-num-seqs")
         refuse_waste("prefill_buckets", prefill, longest_chunk, "--max-num-batched-tokens")
@@ -127,7 +129,7 @@ class Shapes:
         slice_rows: tuple[int, ...] = ()
         if slice_tokens and not (options.prefill_rows or options.prefill_buckets) and _can_slice(vllm_config):
             # One list for all chunks, so it may be twice as long.
-            lengths = divided_powers(slice_tokens, most_tokens, step, 8)
+            lengths = divided_powers(slice_tokens, most_tokens, traits.prefill_step, 8)
             slice_rows = tuple(length // slice_tokens for length in lengths)
         widest_chunk = slice_tokens if slice_rows and slices_chunks else longest_chunk
         return cls(

@@ -12,16 +12,16 @@ from vllm_gaudi_spec.records import Shape
 from vllm_gaudi_spec.runner.buckets import divided_powers, geometric, round_up
 
 
-@pytest.mark.parametrize(("step", "most_sizes"), [(0, 10), (1, 30), (16, 18)])
-def test_batch_sizes_cover_every_batch_and_end_at_the_largest(step: int, most_sizes: int) -> None:
+@pytest.mark.parametrize(("step", "parts", "most_sizes"), [(0, 4, 10), (1, 4, 30), (16, 4, 18), (16, 2, 13)])
+def test_batch_sizes_cover_every_batch_and_end_at_the_largest(step: int, parts: int, most_sizes: int) -> None:
     for largest in range(1, 300):
-        sizes = divided_powers(1, largest, step)
+        sizes = divided_powers(1, largest, step, parts)
         assert sizes[0] == 1
         assert sizes[-1] == largest
         assert len(sizes) <= most_sizes
         for small, large in pairwise(sizes):
             assert small < large <= 2 * small, "at most half of a step is padding"
-            assert not step or large - small <= max(step, small // 4)
+            assert not step or large - small <= max(step, small // parts)
 
 
 @pytest.mark.parametrize("smallest", [1, 16, 128])
