@@ -201,7 +201,9 @@ def rows_of(result: str, number: int = 0) -> list[Row]:
 
 def pick(rows: Iterable[Row], columns: dict[str, str]) -> str:
     """Tabulate columns of a result by their titles in the page."""
-    return table(list(columns.values()), ([str(row[name]) for name in columns] for row in rows))
+    return table(
+        list(columns.values()), (["" if row[name] is None else str(row[name]) for name in columns] for row in rows)
+    )
 
 
 def number(text: Any) -> float:
@@ -571,7 +573,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu_adaptive": lambda: pick(
         [
             {**row, "ratio": "{:.2f} [{:.2f}, {:.2f}]".format(*row["adaptive / best"])}
-            for row in rows_of("adaptive_h200")
+            for place in (0, 1)
+            for row in rows_of("adaptive_h200", place)
         ],
         {
             "drafter": "drafter",
