@@ -1,9 +1,9 @@
-"""Tables on the device with one row per running request, written when a request is admitted.
+"""Device tables with one row per running request, written when a request is admitted.
 
-The host notes which rows changed, and `flush` copies just those to the device before the next step reads them. A step
-gathers its rows on the device, so that it does not copy what changes only at admission.
+The host records which rows changed, and `flush` copies only those rows to the device before the next step reads them. A
+step gathers its rows on the device instead of copying data that changes only at admission.
 
-R: rows of the request state. N: rows that are written together. X: shape of a row.
+R: rows in the request state. N: rows that are written together. X: row shape.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _T = TypeVar("_T")
 
 
 def group_rows(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """Yield groups of eight, then the rest one by one.
+    """Yield groups of eight, and then the remaining rows one by one.
 
-    Two graphs are then enough to write any number of rows.
+    Two graphs are therefore enough to write any number of rows.
     """
     while items:
         size = _ROWS_AT_ONCE if len(items) >= _ROWS_AT_ONCE else 1
@@ -33,15 +33,15 @@ def group_rows(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
 
 
 def group_sizes(max_rows: int) -> tuple[int, ...]:
-    """Return the sizes of the groups that `group_rows` yields for up to `max_rows` rows."""
+    """Return the group sizes that `group_rows` yields for up to `max_rows` rows."""
     return (1,) if max_rows < _ROWS_AT_ONCE else (1, _ROWS_AT_ONCE)
 
 
 class DeviceRows:
     def __init__(self, backend: DeviceBackend, max_rows: int, *defaults: np.ndarray) -> None:
-        """Make tables of default values, whose rows are written together.
+        """Create tables with default values, whose rows are written together.
 
-        `defaults` holds the values of a row without a request, which the pad row, `max_rows`, keeps.
+        `defaults` holds the values for a row without a request; the padding row, `max_rows`, always has these values.
         """
         self._upload = backend.memory.upload
         self._max_rows = max_rows
@@ -52,22 +52,22 @@ class DeviceRows:
             return [rows_NX.contiguous().to(backend.traits.torch_device) for rows_NX in rows]
 
         self.tables = repeat(max_rows + 1)
-        """The tables, from which graphs gather rows. They are always the same tensors."""
+        """The tables from which graphs gather rows. They are always the same tensors."""
         self.table_RX = self.tables[0]
         self._default_NX = {size: repeat(size) for size in group_sizes(max_rows)}
         self._changed: dict[int, tuple[np.ndarray | None, ...]] = {}
         self._differs: set[int] = set()
-        """Rows whose values are not the defaults."""
+        """Rows whose values differ from the defaults."""
         self._run_put = backend.graphs.graph(self._put_rows)
 
     @staticmethod
     def count_bytes(max_rows: int, *defaults: np.ndarray) -> int:
-        """Return the size of the tables and of the default rows beside them."""
+        """Return the total size of the tables and of the default rows stored separately."""
         num_rows = max_rows + 1 + sum(group_sizes(max_rows))
         return num_rows * sum(default_X.nbytes for default_X in defaults)
 
     def set(self, row: int, *values: np.ndarray | None) -> None:
-        """Set a row of each table, where None stands for the default.
+        """Set a row in each table, where None stands for the default.
 
         A row that already has the defaults in all tables is not copied again.
         """
@@ -84,13 +84,13 @@ class DeviceRows:
                 del self._changed[row]
 
     def warm_up(self) -> None:
-        """Run the writes of an admission on the pad row."""
+        """Run the writes that an admission needs, on the padding row."""
         for size in group_sizes(self._max_rows):
-            # Copies of the defaults, since a replay may overwrite the inputs that a graph was captured with.
+            # Use copies of the defaults, because a replay may overwrite the inputs with which a graph was captured.
             self._write([self._max_rows] * size, [self._defaults] * size)
 
     def _write(self, rows: list[int], values: Sequence[tuple[np.ndarray | None, ...]]) -> None:
-        """Copy rows, except tables in which all of them have the default."""
+        """Write rows, but upload nothing for tables in which every row has the default."""
         inputs = [self._upload(torch.tensor(rows))]
         tables = zip(self._defaults, self._default_NX[len(rows)], zip(*values, strict=True), strict=True)
         for default_X, default_NX, each in tables:

@@ -1,4 +1,4 @@
-"""Table of devices. Modules of a device, each in a folder of `devices/`, are imported only when it is chosen."""
+"""Table of devices. A device's modules, in its folder under `devices/`, are imported only if it is selected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 PLUGIN = "gaudi_spec"
-"""The name under which vLLM knows this package."""
+"""The name by which vLLM knows this package."""
 _FOLDER = "vllm_gaudi_spec.devices"
 
 EMULATOR = "card_emulator"
@@ -28,23 +28,23 @@ GET_EMULATOR = "install it from the folder card_emulator/ of a checkout, or from
 
 class Device(NamedTuple):
     backend: str
-    """Module in `devices/` whose `make_backend` returns the device's backend."""
+    """The module in `devices/` whose `make_backend` returns the device's backend."""
     platform: str
-    """Module in `devices/` and platform class, through which vLLM sees the device."""
+    """The module in `devices/` and the platform class through which vLLM sees the device."""
     title: str
-    """The name of the card in messages."""
+    """The card's name in messages."""
     software: str | None = None
-    """The package from the vendor's image without which the card cannot be used."""
+    """The package in the vendor's image without which the card cannot be used."""
     nodes: tuple[tuple[str, str], ...] = ()
-    """Where the driver shows cards: folders and patterns of file names."""
+    """Where the driver exposes cards: folders and file name patterns."""
     computes_on_host: bool = False
-    """Whether the host's memory and cores are the device's, as for the CPU and emulated cards."""
+    """Whether the device uses the host's memory and cores, like the CPU and emulated cards."""
     has_graph_check: bool = False
     """Whether `graph-check` can count graphs that are made late."""
 
 
-# The keys are the values of VGS_DEVICE. A row is all that a device needs outside of its folder. If there are several
-# kinds of cards, the first one here is used.
+# The keys are the values of VGS_DEVICE. An entry is all that a device needs outside its folder. If there are several
+# kinds of cards, the first one listed is used.
 DEVICES = {
     "cpu": Device("cpu.backend", "cpu.platform.CpuSpecPlatform", "CPU", computes_on_host=True),
     "hpu": Device(
@@ -52,7 +52,7 @@ DEVICES = {
         "hpu.platform.HpuSpecPlatform",
         "Gaudi",
         "habana_frameworks",
-        # Current drivers, and those before Linux had a class for accelerators.
+        # The first entry is for current drivers, and the second for drivers that predate Linux's accelerator class.
         (("/dev/accel", "accel[0-9]*"), ("/dev", "hl[0-9]*")),
         has_graph_check=True,
     ),
@@ -78,17 +78,17 @@ DEVICES = {
 }
 
 
-# This is the platform with other releases of vLLM. Importing its module raises the refusal.
+# The platform for other vLLM releases. Importing its module raises the error that explains the rejection.
 REFUSING_PLATFORM = "vllm_gaudi_spec.platforms.refusing.Platform"
 
 
 def is_requested() -> bool:
-    """Whether the user named this platform rather than just installed it."""
+    """Whether the user named this platform instead of merely installing it."""
     return environment.DEVICE.value is not None or PLUGIN in (environment.list_allowed_plugins() or ())
 
 
 def choose_device() -> str | None:
-    """Return the device of this process; None if another platform plugin should serve it."""
+    """Return the device for this process, or None if another platform plugin should serve it."""
     if (requested := environment.DEVICE.value) is not None:
         return requested
     if others := other_platform_plugins():
@@ -101,7 +101,7 @@ def choose_device() -> str | None:
 def has_card(device: str) -> bool:
     """Whether there is a card and its software.
 
-    Opens nothing and raises nothing, since vLLM asks while it is imported.
+    This opens nothing and raises nothing, because vLLM calls it while vLLM is being imported.
     """
     try:
         return missing_software(device) is None and bool(cards(device))
@@ -110,13 +110,13 @@ def has_card(device: str) -> bool:
 
 
 def missing_software(device: str) -> str | None:
-    """Return the package that a card needs, if it is not installed."""
+    """Return the package that a card needs if it is not installed, or None."""
     software = DEVICES[device].software
     return software if software is not None and find_spec(software) is None else None
 
 
 def cards(device: str, root: Path = Path("/")) -> list[str]:
-    """List the device files of the cards of a kind."""
+    """List the device files for all cards of the given kind."""
     folders = ((root / folder.removeprefix("/"), pattern) for folder, pattern in DEVICES[device].nodes)
     return sorted(str(found) for folder, pattern in folders for found in folder.glob(pattern))
 
@@ -135,7 +135,7 @@ def other_platform_plugins() -> tuple[str, ...]:
 @cache
 def _log_inactive(others: tuple[str, ...]) -> None:
     logger = logging.getLogger("vllm")
-    if others == ("ascend",):  # integrations/ logs later whether it is used there
+    if others == ("ascend",):  # integrations/ later logs whether this package is used
         logger.info("The platforms of vllm_gaudi_spec are inactive because vllm-ascend is installed.")
     else:
         logger.warning(
@@ -151,9 +151,9 @@ def log_wrong_vllm(reason: str) -> None:
 
 
 def platform_class(device: str) -> str:
-    """Return the platform class of a device.
+    """Return a device's platform class.
 
-    An unknown device gets the CPU's, which refuses it: vLLM swallows exceptions of plugins.
+    For an unknown device, this is the CPU's class, which rejects it: vLLM suppresses exceptions from plugins.
     """
     return f"{_FOLDER}.{DEVICES.get(device, DEVICES['cpu']).platform}"
 
@@ -166,7 +166,7 @@ def refuse_unknown_device() -> None:
 
 @cache
 def load_backend(device: str | None = None) -> DeviceBackend:
-    """Return the backend of a device, by default this process's. It is made once."""
+    """Return a device's backend, by default the backend for this process. It is created only once."""
     name = device or choose_device() or "cpu"
     try:
         backend: DeviceBackend = importlib.import_module(f"{_FOLDER}.{DEVICES[name].backend}").make_backend()
@@ -178,6 +178,6 @@ def load_backend(device: str | None = None) -> DeviceBackend:
 
 
 def describe_device() -> dict[str, str]:
-    """Return device and mode as reports print them."""
+    """Return the device and mode as printed in reports."""
     backend = load_backend()
     return {"device": backend.traits.name, "mode": backend.traits.mode}

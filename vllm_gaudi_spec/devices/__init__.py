@@ -1,1 +1,1 @@
-"""The devices, each in a folder of its own, which `device_table.py` names."""
+"""Device implementations. Each has its own folder, which `device_table.py` names."""

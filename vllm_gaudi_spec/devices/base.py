@@ -1,6 +1,6 @@
 """The contract between the engine and a device.
 
-A device overrides the defaults where it differs from them. Nothing above `devices/` asks which device it is.
+Each device overrides the defaults that do not suit it. Code above `devices/` never asks which device it runs on.
 """
 
 from __future__ import annotations
@@ -35,89 +35,89 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceTraits:
-    """Facts about a device that determine how the engine uses it."""
+    """Device properties that determine how the engine uses it."""
 
     name: str
-    """The value of VGS_DEVICE."""
+    """The VGS_DEVICE value that selects this device."""
     mode: str
-    """How steps run: eager, lazy, compiled or captured."""
+    """How steps run: eager, lazy, compiled, or captured."""
     torch_device: torch.device
     captures: bool = False
-    """Whether every shape and branch of a step is a graph that warm-up has to capture.
+    """Whether warm-up has to capture a graph for every combination of shapes and branches in a step.
 
-    If so, branches are few, and a number that changes from step to step is a tensor. Otherwise shapes may depend on
-    values, since reading a value does not wait, and models compute no padding.
+    If it does, code keeps the number of branches small and passes numbers that change from step to step as tensors. If
+    it does not, shapes may depend on values, because reading a value does not wait, and models skip padding.
     """
     updates_views: bool = True
     """Whether a graph may contain a layer that writes through a view (docs/contributing/quirks.md, L06)."""
     compiles: bool = False
-    """Whether capturing a graph compiles it, which takes seconds to minutes: sampling passes then share few graphs."""
+    """Whether capturing a graph compiles it, which takes seconds to minutes, so sampling passes should share graphs."""
     block_size: int = 128
     """Default number of tokens in a KV block."""
     flat_decode: bool = False
-    """Whether decodes read the blocks of all rows as one list, so that short rows do not pay for the longest."""
+    """Whether decodes read the blocks of all rows as one list, so that short rows do not pay for the longest one."""
     needs_host_lengths: bool = False
-    """Whether attention needs an upper bound of each row's number of keys on the host.
+    """Whether attention needs an upper bound on each row's number of keys on the host.
 
-    If so, functions that attend are given `Blocks.lengths_B`, whose values do not select a graph.
+    If it does, attention functions receive `Blocks.lengths_B`, whose values do not affect graph selection.
     """
     exact_context_width: bool = False
-    """Whether attention reads only the blocks that a row has, so that one table width serves every context."""
+    """Whether attention reads only the blocks that a row has, so that one table width serves every context length."""
     prefill_rows: tuple[int, ...] = (1,)
-    """Default numbers of prompt chunks of one length that may share a step."""
+    """Default numbers of equal-length prompt chunks that may share a step."""
     causal_first_chunks: bool = False
-    """Whether attention needs no mask over a prompt's first chunk, which then has shapes of its own."""
+    """Whether attention needs no mask for a prompt's first chunk. First chunks then have their own shapes."""
     smallest_prefill: int = 128
-    """The number of tokens of which prefill buckets are multiples."""
+    """The smallest prefill bucket; every prefill bucket is a multiple of this number of tokens."""
     slice_tokens: int = 0
-    """The length of the slices into which prompt chunks are cut (`vllm_gaudi_spec.slices`); 0 to give each chunk a row
-    of its own."""
+    """The length of the slices into which prompt chunks are cut (`vllm_gaudi_spec.slices`), or 0 to give each chunk its
+    own row."""
     decode_step: int = 0
-    """The smallest step between decode batch sizes; 0 for powers of two only."""
+    """The minimum step between decode batch sizes, or 0 to use only powers of two."""
     decode_parts: int = 4
-    """The maximum number of steps from a power of two to the next."""
+    """The maximum number of steps from one power of two to the next."""
     prefill_step: int = 0
-    """The smallest difference of prefill buckets between powers of two, where padding costs more than another shape. 0:
+    """The minimum step between prefill buckets, for devices on which padding costs more than another shape, or 0 to use
     only powers of two."""
     shares_kv_caches: bool = False
-    """Whether a layer's KV cache is one tensor in vLLM's layout, which KV connectors can read and write."""
+    """Whether each layer's KV cache is a single tensor in vLLM's layout, which KV connectors can read and write."""
     selects_keys: bool = False
-    """Whether sparse attention, whose keys an indexer selects, was compared with another implementation."""
+    """Whether sparse attention, in which an indexer selects the keys, has been compared with another implementation."""
     media_models: tuple[str, ...] = ()
-    """Classes of models whose images were compared with transformers in captured graphs, if the device captures."""
+    """Model classes that were compared with transformers on images in captured graphs, if the device captures."""
     recurrent_models: tuple[str, ...] = ()
-    """The same for architectures with recurrent layers."""
+    """Architectures with recurrent layers that were compared in the same way."""
     max_drafts: int = MAX_DRAFTS
-    """The largest number of drafts per row that the device's kernels verify in one step."""
+    """The maximum number of drafts per row that the device's kernels can verify in one step."""
     takes_quant_config: bool = False
-    """Whether the device measures and quantizes models, by `Weights.loading` and `Weights.quantize`."""
+    """Whether the device can measure and quantize models, through `Weights.loading` and `Weights.quantize`."""
     simulates_quantization: bool = False
     """Whether QUANT_CONFIG is simulated instead of applied by Intel Neural Compressor."""
     takes_cpu_weights: bool = False
-    """Whether the option `cpu_weights` chooses the format of weights."""
+    """Whether the `cpu_weights` option selects the weight format."""
     sleeps: bool = False
-    """Whether `Memory.release` is implemented: steps read weights and KV through tensors, not at fixed addresses."""
+    """Whether `Memory.release` is implemented, for which steps must access weights and KV only through tensors."""
     updates_weights: bool = False
-    """Whether new weights of an unquantized model may be copied over those that steps read."""
+    """Whether an unquantized model's weights may be overwritten in place with new ones."""
     warmup_tokens: int = -1
-    """Run shapes of up to this many tokens during warm-up; -1 means all."""
+    """The maximum number of tokens in a shape that warm-up runs; -1 means no limit."""
 
 
 class Graphs:
-    """How functions are run. By default they run eagerly."""
+    """Runs functions. The default implementation runs them eagerly."""
 
     def graph(self, function: Function) -> Function:
-        """Return `function` so that it runs as one graph per set of tensor shapes and non-tensor arguments.
+        """Wrap `function` to run as one graph per combination of tensor shapes and non-tensor arguments.
 
-        Arguments are tensors, numbers, strings, None, and tuples of these. The function must not wait for the device
-        or read a value. A tensor that is not an argument must be written as a whole, not through a view, and must keep
-        its identity and shape between calls. If the device captures, the next run of the same graph may overwrite the
-        result.
+        Arguments are tensors, numbers, strings, None, and tuples of these. The function must not wait for the device or
+        read a value. It must overwrite a non-argument tensor as a whole, not through a view, and such a tensor must
+        keep its identity and shape between calls. If the device captures, the next run of the same graph may overwrite
+        the result.
         """
         return function
 
     def uncaptured(self) -> Graphs:
-        """Return graphs that run functions directly, since nothing that runs once is worth a capture."""
+        """Return graphs that run functions directly, because capturing a function that runs only once wastes time."""
         graphs = Graphs()
         graphs.step_done = self.step_done  # type: ignore[method-assign]
         return graphs
@@ -127,29 +127,29 @@ class Graphs:
         return nullcontext()
 
     def num_recipes(self) -> int:
-        """Return the device's count of compilations so far; 0 if it does not count."""
+        """Return the number of compilations so far, or 0 if the device does not count them."""
         return 0
 
     def warmed_up(self) -> None:
-        """Mark the end of warm-up: nothing should be compiled from here on."""
+        """Mark the end of warm-up, after which nothing should be compiled."""
 
     def step_done(self) -> None:
-        """Mark that all work of a step was issued. No-op: by default work starts as it is issued."""
+        """Signal that all work for a step has been issued. No-op: by default, work starts as soon as it is issued."""
 
     def compiled_after_warmup(self) -> int:
-        """Return the device's count of graphs compiled after warm-up; 0 if it does not count."""
+        """Return the number of graphs compiled after warm-up, or 0 if the device does not count them."""
         return 0
 
     def counts(self) -> dict[str, Any]:
-        """Return everything that the device counts, `compiled_after_warmup` above all."""
+        """Return all of the device's counters, most importantly `compiled_after_warmup`."""
         return {}
 
 
 class Memory:
-    """Copies to and from the device, and its KV cache. By default the device's memory is the host's."""
+    """Device memory: copies to and from the host, and the KV cache. By default, the device uses the host's memory."""
 
     num_host_syncs = 0
-    """Number of calls of `download` and `start_download`."""
+    """The number of calls to `download` and `start_download`."""
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to the device without waiting."""
@@ -163,33 +163,33 @@ class Memory:
     def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start a copy to the host, and return a function that waits for it.
 
-        Counts as one device-to-host sync. The next step may overwrite the tensor before the function is called.
+        This counts as one device-to-host sync. The next step may overwrite `tensor` before the function is called.
         """
         return partial(self.download, tensor)
 
     def synchronize(self) -> None:
-        """Wait for all issued work. No-op: by default work is done when its call returns."""
+        """Wait for all issued work. No-op: by default, work is done when its call returns."""
 
     def free_bytes(self) -> int | None:
-        """Return the free memory that the card reports; None if the device uses the host's memory."""
+        """Return the card's free memory in bytes, or None if the device uses the host's memory."""
         return None
 
     measures_peak = False
     """Whether `measure_peak` is implemented."""
 
     def measure_peak(self, run: Callable[[], object]) -> int:
-        """Return the most bytes that `run` allocates at once, in addition to what is allocated before."""
+        """Return the peak number of bytes that `run` allocates beyond what was already allocated."""
         raise NotImplementedError
 
     def bytes_asked(self, error: RuntimeError) -> int | None:
-        """Return the size of a failed allocation, or 0 if the error does not name it.
+        """Return the size of a failed allocation, or 0 if the error message does not state it.
 
         Returns None if `error` is not an out-of-memory error.
         """
         return None
 
     def available_memory(self, utilization: float, num_ranks: int) -> int:
-        """Return how many bytes one of the host's `num_ranks` processes may use for KV."""
+        """Return how many bytes each of the host's `num_ranks` processes may use for KV."""
         raise NotImplementedError
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
@@ -197,34 +197,34 @@ class Memory:
         raise NotImplementedError
 
     def release(self, tensors: Iterable[torch.Tensor], *, keep: bool) -> Callable[[], None]:
-        """Free the device's memory of tensors, and return a function that restores it.
+        """Free the device memory that the tensors occupy, and return a function that restores it.
 
-        The tensors get their contents back if the host has to `keep` them, and zeros otherwise. Only devices with the
-        trait `sleeps` implement this.
+        Restoring brings back the tensors' contents if `keep` is set and fills the tensors with zeros otherwise. Only
+        devices with the `sleeps` trait implement this method.
         """
         raise NotImplementedError
 
     def make_block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
-        """Return a function that copies KV blocks, as (source, target) pairs, in all caches from `allocate_kv`."""
+        """Return a function that copies KV blocks, given (source, target) pairs, in all caches from `allocate_kv`."""
         raise NotImplementedError
 
 
 class Attention:
-    """Attention over the KV caches of `Memory.allocate_kv`. T tokens, H query heads, K KV heads, D head size."""
+    """Attention over the KV caches from `Memory.allocate_kv`. T tokens, H query heads, K KV heads, D head size."""
 
     def kv_shape(self, kv_cache: Any) -> KVShape:
         raise NotImplementedError
 
     def supports_attention(self, spec: AttentionLayerSpec) -> bool:
-        """Whether the device's kernel supports this layer. If not, `torch_ops` serves it."""
+        """Whether the device's kernel supports this layer. If it does not, `torch_ops` handles the layer."""
         return True
 
     def reads_slices(self, spec: AttentionLayerSpec) -> bool:
-        """Whether several rows of a call may belong to one request, at about the cost of one row."""
+        """Whether several rows in a call may belong to one request, at roughly the cost of a single row."""
         return True
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replace non-finite keys or values before `write_kv`; the identity if the kernel that writes does it."""
+        """Replace non-finite keys or values before `write_kv`. If the write kernel does so, return them unchanged."""
         return finite(tensor)
 
     def write_kv(
@@ -235,10 +235,10 @@ class Attention:
         slots_T: torch.Tensor,
         spec: AttentionLayerSpec,
     ) -> None:
-        """Store finite keys and values at their slots.
+        """Store finite keys and values in their slots.
 
-        `value_TKD` is None if values are a part of the keys. Only pad slots may occur twice. `spec.operations` are to
-        be called if `spec.layer_operations` is set.
+        `value_TKD` is None if the values are part of the keys. Only padding slots may occur twice. If
+        `spec.layer_operations` is set, the implementation has to call `spec.operations`.
         """
         raise NotImplementedError
 
@@ -247,62 +247,62 @@ class Attention:
     ) -> torch.Tensor:
         """Attend causally with Q queries per row over the row's blocks, reading each block once.
 
-        Returns a new tensor [T, H, output size], since a captured graph on a Gaudi must not write through a view or
+        Returns a new tensor [T, H, output size], because a captured graph on Gaudi must not write through a view or
         into a given buffer.
         """
         raise NotImplementedError
 
 
 class Weights:
-    """What a device does with a model's weights. By default they stay as loaded, and quantized formats are refused."""
+    """Device-specific weight handling. By default, weights stay as loaded, and quantized formats are rejected."""
 
     device_name = "this device"
     """The device's name in messages."""
     fp8_arithmetic: Callable[[float], Arithmetic] | None = None
-    """Factory of e4m3 arithmetic, given the largest number; None if KV is not kept in FP8."""
+    """Creates the e4m3 arithmetic for a given largest number; None if the device does not store KV in FP8."""
     fp8_logits: Callable[[float], Arithmetic] | None = None
-    """Likewise, for a drafter's logits; None if products of FP8 are not faster."""
+    """Creates the arithmetic for a drafter's logits in the same way; None if FP8 products are not faster."""
     multiplies_fp8 = False
-    """Whether FP8 products are faster than products of floats, so that linear layers of FP8 checkpoints stay FP8."""
+    """Whether FP8 products are faster than float products, so linear layers in FP8 checkpoints should stay in FP8."""
     converts_uint4 = False
-    """Whether there is an operator for `from_uint4`, so that linear layers can keep 4-bit integers."""
+    """Whether the device has a `from_uint4` operator, so that linear layers can keep 4-bit integers."""
 
     @property
     def fp8_range(self) -> str | None:
-        """The card whose e4m3 range applies, gaudi2 or gaudi3; None if the user chooses."""
+        """Return the card whose e4m3 range applies, gaudi2 or gaudi3, or None to let the user choose."""
         return None
 
     def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
-        """Return the context in which a model is loaded that will be measured or quantized."""
+        """Return the context in which to load a model that will be measured or quantized."""
         raise NotImplementedError("refused at start-up")
 
     def quantize(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measuring | None:
-        """Measure or quantize a loaded model, before `prepare_model`. Returns the measurement, if it measures."""
+        """Measure or quantize a loaded model, before `prepare_model`. Return the measurement if this run measures."""
         raise NotImplementedError("refused at start-up")
 
     def from_uint4(self, words: Words, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight [K, N] that is packed in `words`."""
+        """Unpack the weight [K, N] stored in `words`."""
         raise NotImplementedError("refused at start-up")
 
     def missing_kernel(self, vllm_config: VllmConfig, model: ModelConfig) -> str | None:
-        """Return why the device cannot compute with a model's quantized weights; None if it can.
+        """Return why the device cannot run a model's quantized weights, or None if it can.
 
-        Called before anything is loaded, and in processes that must not open the card.
+        This is called before anything is loaded, including in processes that must not open the card.
         """
         return f"for which there are no kernels yet on {self.device_name}"
 
     def refresh(self, model: nn.Module, *, dropped: bool = False) -> None:
-        """Rebuild data derived from weights after an update, where vLLM's loading does not. If `dropped`, free it
-        instead."""
+        """Rebuild data derived from weights after an update, where vLLM's loader does not, or free it if `dropped` is
+        set."""
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Move loaded weights to the device, in the layout that it needs. No-op: by default, loaded weights are on the
-        device already."""
+        """Move loaded weights to the device, in the layout that it needs. No-op: by default, loading already puts them
+        there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceBackend:
-    """One device, as the engine sees it."""
+    """A device, as seen by the engine."""
 
     traits: DeviceTraits
     memory: Memory
@@ -310,6 +310,6 @@ class DeviceBackend:
     graphs: Graphs = field(default_factory=Graphs)
     weights: Weights = field(default_factory=Weights)
     rules: Rules = TORCH
-    """The functions of sampling and acceptance."""
+    """The sampling and acceptance functions."""
     row_operations: RowOperations = row_operations.TORCH
-    """The functions that keep the state of requests."""
+    """The functions that maintain request state."""

@@ -1,1 +1,1 @@
-"""Ascend NPUs."""
+"""The Ascend NPU backend."""

@@ -1,8 +1,8 @@
-"""The NPU's fused attention over paged KV, for prompt chunks, decodes and verify steps.
+"""The NPU's fused attention over paged KV, for prompt chunks, decodes, and verify steps.
 
-The host knows all lengths of prompt chunks, so these use layout TND with exact lengths and one small mask, causal or
-windowed. Lengths of decodes are known only after the previous step. For them a mask made on the device determines which
-keys a query sees, and the lengths on the host are upper bounds of what is read.
+The host knows all prompt chunk lengths, so prompt chunks use the TND layout with exact lengths and one small mask,
+causal or windowed. Decode lengths are known only after the previous step. For decodes, a mask computed on the device
+determines which keys a query attends to, and the host provides upper bounds on the number of keys to read.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.devices.ascend.graphs import HostLengths, HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
-# Documented limits of the operation with paged KV in layout BSND.
+# Documented limits of the operation with paged KV in the BSND layout.
 _BLOCK_SIZES = range(128, 513, 128)
 _MAX_HEAD_SIZE = 512
 _MAX_GROUP = 64
 _MAX_HEADS = 256
 _MAX_KV_WIDTH = 65535
 _MAX_KEYS_OF_ONE_QUERY = 262_144
-# In TND. vllm-ascend excludes 512 on these cards; `compresses_masks` finds out about other sizes.
+# This applies to TND. vllm-ascend excludes 512 on these cards; `compresses_masks` tests other sizes.
 _MAX_COMPRESSED_HEAD_SIZE = 256
 _COMPRESSED_MASK = 2048
 _CAUSAL, _WINDOW = 3, 4
-"""Values of `sparse_mode`. Both count from the ends of a row's queries and keys."""
+"""Values of `sparse_mode`. Both modes align the end of a row's queries with the end of its keys."""
 _EVERYTHING = 2**31 - 1
-# Part of the error for a call that CANN does not support.
+# Part of the error message for a call that CANN does not support.
 _REFUSED = "aclnnFusedInferAttentionScore"
-# Makes the result zero for queries that see no key. Only padding after a window or a bound does.
+# Sets the result to zero for queries without visible keys, which only padding after a window or a bound can have.
 _CORRECTS_EMPTY_ROWS = 2
-# Under compressed masks, the value of vllm-ascend. Another would send grouped heads of 64, 128 and 192 to another
-# kernel than vllm-ascend's (CANN 9.1.0, CheckSpecConditions in fused_infer_attention_score_tiling_v3.cpp).
+# vllm-ascend uses this value with compressed masks. Another value would send grouped heads of 64, 128, and 192 to a
+# different kernel (CANN 9.1.0, CheckSpecConditions in fused_infer_attention_score_tiling_v3.cpp).
 _AS_OTHERS = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Upper bounds of the number of keys of rows that decode."""
+    """Upper bounds on the number of keys in decode rows."""
 
     lengths_B: torch.Tensor
-    """The graph's argument, on the host."""
+    """The graph argument, on the host."""
     rows: slice
     step: int
-    """Bounds are rounded up to multiples of this, so that most steps need no update."""
+    """Bounds are rounded up to multiples of this number, so that most steps need no update."""
     longest: int
     """The largest bound."""
 
@@ -62,19 +62,19 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLengths:
-    """Queries and keys of prompt chunks.
+    """Query and key counts for prompt chunks.
 
-    Each chunk is followed by a row for its padding, since all queries of a call must belong to a row. That row has a
-    single key, as the one that vllm-ascend adds (attention_v1.py at 182b75ea84): the documentation asks for as many
-    keys as queries, but these might need too many blocks.
+    Each chunk is followed by a row for its padding, because every query in a call must belong to a row. The padding row
+    has a single key, like the row that vllm-ascend adds (attention_v1.py at 182b75ea84): the documentation requires as
+    many keys as queries, but that many keys might need too many blocks.
     """
 
     lengths_B: torch.Tensor
     counts_B: torch.Tensor
-    """The graph's arguments, on the host."""
+    """The graph arguments, on the host."""
     rows: slice
     num_queries: int
-    """Queries of a row of the rectangle, padding included."""
+    """The number of queries per row, including padding."""
     longest: int
 
     def get_current_arguments(self) -> dict[str, list[int]]:
@@ -82,7 +82,7 @@ class ChunkLengths:
 
     def get_longest_arguments(self) -> dict[str, list[int]]:
         rows = len(self.lengths_B[self.rows])
-        # A workspace grows with the number of queries, which is the same in each call.
+        # The workspace grows with the number of queries, which is the same in each call.
         return self._of([self.num_queries] * rows, [self.longest] * rows)
 
     def _of(self, counts: list[int], lengths: list[int]) -> dict[str, list[int]]:
@@ -95,7 +95,7 @@ class ChunkLengths:
 
 
 def fused_operation(torch_npu: Any) -> HostLengthsOperation | None:
-    """Return the fused operation; None for builds that do not have it."""
+    """Return the fused operation, or None if the build lacks it."""
     attention = getattr(torch_npu, "npu_fused_infer_attention_score", None)
     workspace = getattr(torch_npu, "_npu_fused_infer_attention_score_get_max_workspace", None)
     if attention is None or workspace is None:
@@ -108,10 +108,10 @@ def takes_blocks(block_size: int) -> bool:
 
 
 def takes(spec: AttentionLayerSpec, num_queries: int, num_keys: int, dtypes: frozenset[torch.dtype]) -> bool:
-    """Whether the operation supports this layer over tables of `num_keys` keys.
+    """Whether the operation supports this layer over block tables that cover `num_keys` keys.
 
-    It has no form for latent keys, which are their own values. Sinks are an argument only of its second version
-    (`learnable_sink`), in another layout.
+    It does not support latent keys, which double as values. Only its second version accepts sinks (`learnable_sink`),
+    in another layout.
     """
     return (
         spec.dtype in dtypes
@@ -129,7 +129,7 @@ def takes(spec: AttentionLayerSpec, num_queries: int, num_keys: int, dtypes: fro
 
 
 def takes_compressed_masks(spec: AttentionLayerSpec, call: AttentionCall) -> bool:
-    """Whether the call has prompt chunks only, whose mask is causal or windowed and nothing else."""
+    """Whether the call contains only prompt chunks with a purely causal or windowed mask."""
     return (
         call.host_counts_B is not None
         and call.num_queries > 1
@@ -141,7 +141,7 @@ def takes_compressed_masks(spec: AttentionLayerSpec, call: AttentionCall) -> boo
 
 
 def compressed_mask(device: torch.device) -> torch.Tensor:
-    """Return the part (int8) that the operation needs of any causal mask."""
+    """Return the int8 mask section from which the operation derives any causal mask."""
     return torch.ones(_COMPRESSED_MASK, _COMPRESSED_MASK, dtype=torch.int8, device=device).triu(1)
 
 
@@ -162,9 +162,9 @@ def attend(
     adds_up_blocks: bool,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend by the fused operation.
+    """Attend using the fused operation.
 
-    `adds_up_blocks` is the result of the function of that name. `mask` is the compressed mask, for calls that support
+    `adds_up_blocks` is the result of the function with that name. `mask` is the compressed mask, for calls that support
     it.
     """
     keys, values = kv_cache.blocks()
@@ -182,7 +182,7 @@ def attend(
         parts = _split_under_dense_mask(query_THD, out_THD, call, spec, keys.shape[0], adds_up_blocks)
     else:
         parts = _split_under_compressed_mask(query_THD, out_THD, call, spec, mask, keys.shape[0], adds_up_blocks)
-    sums = torch.empty(1, dtype=torch.float32, device=out_THD.device)  # the second result, which is not used
+    sums = torch.empty(1, dtype=torch.float32, device=out_THD.device)  # the second result, which is unused
     for part in parts:
         captures.issue(fused, shared | part.arguments, part.lengths, [part.out, sums])
     return out_THD
@@ -209,7 +209,8 @@ def _split_under_dense_mask(
             input_layout="BSND",
             inner_precise=_CORRECTS_EMPTY_ROWS if call.num_queries > 1 else 0,
             sparse_mode=0,
-            # The mask alone decides. With the defaults, keys after the first 512 would not be read (an open report).
+            # Let the mask alone decide. With the defaults, keys after the first 512 would not be read (still an open
+            # issue).
             pre_tokens=_EVERYTHING,
             next_tokens=_EVERYTHING,
         )
@@ -226,7 +227,7 @@ def _split_under_compressed_mask(
     adds_up_blocks: bool,
 ) -> Iterator[_Part]:
     queries = call.num_queries
-    # A row for the chunk, and one for its padding.
+    # Each chunk has one row for itself and one for its padding.
     table = call.plan("twice", lambda: torch.stack([call.block_table_BW] * 2, 1).flatten(0, 1))
     for lengths in call.plan(
         ("chunks", spec.block_size, num_blocks), lambda: _make_chunk_lengths(call, spec, num_blocks, adds_up_blocks)
@@ -260,16 +261,16 @@ def _make_chunk_lengths(
 def _split_rows(
     call: AttentionCall, spec: AttentionLayerSpec, num_blocks: int, adds_up_blocks: bool, of_padding: int
 ) -> tuple[int, list[slice]]:
-    """Return the most keys that a row may have, and the rows of each run of the operation.
+    """Return the maximum number of keys per row, and the rows for each run of the operation.
 
-    If `adds_up_blocks`, a run has as few rows as cannot exceed the number of blocks, counting `of_padding` more for
-    each row.
+    With `adds_up_blocks`, each run has few enough rows to stay within the number of blocks, counting `of_padding`
+    additional blocks for each row.
     """
     width = call.block_table_BW.shape[1]
     longest = width * spec.block_size
     at_once = call.num_rows
     if adds_up_blocks:
-        # No row has more keys than all blocks together.
+        # No row has more keys than all blocks combined.
         longest = min(longest, (num_blocks - of_padding) * spec.block_size)
         at_once = min(at_once, max(num_blocks // (width + of_padding), 1))
     starts = range(0, call.num_rows, at_once)
@@ -279,11 +280,11 @@ def _split_rows(
 def adds_up_blocks(
     torch_npu: Any, device: torch.device, spec: AttentionLayerSpec, num_queries: int, mask: torch.Tensor | None = None
 ) -> bool:
-    """Whether the operation refuses rows that together have more blocks than the cache.
+    """Whether the operation rejects rows whose combined block count exceeds the number of blocks in the cache.
 
-    Rows with a shared prefix may. The documentation says that it refuses them. The sources of CANN 8.5.0 check it in
-    one kernel, for several queries per row and some head sizes; those of 9.0.0 and 9.1.0 do not. So each form is tried
-    on the card, with two rows that share a block. `mask` is the compressed mask.
+    Rows that share a prefix may exceed it. According to the documentation, the operation rejects such rows. CANN 8.5.0
+    checks this in one kernel, for several queries per row and some head sizes; the sources of 9.0.0 and 9.1.0 do not.
+    Therefore, each form is tested on the card, with two rows that share a block. `mask` is the compressed mask.
     """
     query = torch.zeros(2, num_queries, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
     form: dict[str, Any] = dict(input_layout="BSND", pre_tokens=_EVERYTHING, next_tokens=_EVERYTHING)
@@ -300,12 +301,12 @@ def adds_up_blocks(
 
 
 def compresses_masks(torch_npu: Any, device: torch.device, spec: AttentionLayerSpec, mask: torch.Tensor) -> bool:
-    """Whether the operation supports prompt chunks of such a layer in the form used here.
+    """Whether the operation supports prompt chunks for this kind of layer in the form used here.
 
-    Its documentation lists heads of 128 and 192. CANN 9.1.0 supports all up to 256. In 8.5.0 it depends on the kernel
-    that heads, groups, window and blocks select, and one kernel supports only bfloat16 and no row with more queries
-    than keys, as padding is (CheckSpecConditions, CheckInputShapeWhenLayoutIsTND). Cards refused 256 and 96
-    (vllm-ascend#9632, its page of MiniCPM3). So it is tried on the card, with a chunk of one query and its padding.
+    Its documentation lists head sizes 128 and 192. CANN 9.1.0 supports all up to 256. In 8.5.0, support depends on the
+    kernel that heads, groups, window, and blocks select; one kernel supports only bfloat16 and rejects rows with more
+    queries than keys, such as padding (CheckSpecConditions, CheckInputShapeWhenLayoutIsTND). Cards rejected sizes 256
+    and 96 (vllm-ascend#9632, its MiniCPM3 page). Therefore, the card is tested with a one-query chunk and its padding.
     """
     query = torch.zeros(4, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
     keys = torch.zeros(2, spec.block_size, spec.num_kv_heads * spec.head_size, dtype=spec.dtype, device=device)

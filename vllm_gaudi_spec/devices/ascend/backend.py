@@ -1,6 +1,6 @@
-"""Ascend NPUs: steps run as NPU graphs, over torch_npu.
+"""Ascend NPUs: steps run as NPU graphs, using torch_npu.
 
-This has not run on an NPU so far. The emulated device of `card_emulator/` runs this file as it is.
+This backend has not run on an NPU so far. The emulated device in `card_emulator/` runs this file unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = init_logger(__name__)
 
 _BLOCK_SIZE = 128
 FUSED_DTYPES = frozenset({torch.float16, torch.bfloat16})
-"""Dtypes that the fused attention and the KV writes support. Plain torch serves the others."""
+"""Dtypes that the fused attention and the KV writes support. Plain torch handles all other dtypes."""
 
 
 class Card(NamedTuple):
@@ -59,9 +59,9 @@ def make_traits(name: str, torch_device: torch.device) -> DeviceTraits:
     )
 
 
-# Formatted as by torch_npu (NPUCachingAllocator.cpp, NPUWorkspaceAllocator.cpp).
+# Matches torch_npu's message format (NPUCachingAllocator.cpp, NPUWorkspaceAllocator.cpp).
 _OUT_OF_MEMORY = re.compile(r"NPU out of memory\.(?:.*?ried to allocate (\d+(?:\.\d+)?) (bytes|[KMG]iB))?")
-# CANN's own codes for it (`acl/error_codes`).
+# CANN's own out-of-memory codes (`acl/error_codes`).
 _NO_MEMORY = re.compile(r"(?<![\d.])207(?:001|018)(?!\d)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -69,9 +69,9 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 class AscendMemory(StreamMemory):
     measures_peak = True
     _measure_cann: int | None = None
-    """Return the memory that torch_npu does not account for, before the first measured run."""
+    """Memory that torch_npu did not account for before the first measured run."""
     _fault: RuntimeError | None = None
-    """The error that ended a download: torch_npu raises it once, and accepts no work from then on."""
+    """The error that ended a download: torch_npu raises it once, and accepts no work afterwards."""
 
     def _host_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         self._refuse_after_a_fault()
@@ -91,8 +91,8 @@ class AscendMemory(StreamMemory):
             raise RuntimeError(f"the NPU failed earlier: {in_one_line(self._fault)}") from self._fault
 
     def measure_peak(self, run: Callable[[], object]) -> int:
-        # Operators' workspaces and CANN's own memory show in the card's free memory only. CANN keeps them, so what it
-        # took in one run adds to the tensors of the next.
+        # Operator workspaces and CANN's own memory appear only in the card's free memory. CANN keeps them, so memory
+        # taken in one run adds to the memory that tensors need in the next.
         self.synchronize()
         self._runtime.empty_cache()
         if self._measure_cann is None:
@@ -141,7 +141,7 @@ class AscendWeights(Weights):
 
 
 def _make_form_key(spec: AttentionLayerSpec) -> tuple[Hashable, ...]:
-    """Return the arguments by which the operation chooses its kernel."""
+    """Return the layer properties that determine which kernel the operation chooses."""
     return spec.num_heads, spec.num_kv_heads, spec.head_size, spec.dtype, spec.block_size
 
 
@@ -160,13 +160,13 @@ class AscendAttention(PairAttention):
 
     @cached_property
     def _compressed_mask(self) -> torch.Tensor | None:
-        """Return the compressed mask, made in an eager run and kept for all graphs; None to use dense masks."""
+        """Return the compressed mask, created in an eager run and shared by all graphs; None to use dense masks."""
         if not environment.compresses_prompt_masks():
             return None
         return ascend_attention.compressed_mask(self._torch_device)
 
     def _choose_prompt_mask(self, spec: AttentionLayerSpec) -> torch.Tensor | None:
-        """Return the mask of prompt chunks. The card is asked in an eager run, as below."""
+        """Return the prompt chunk mask, or None for dense masks. An eager run tests the card, as below."""
         mask = self._compressed_mask
         if mask is None:
             return None
@@ -185,7 +185,7 @@ class AscendAttention(PairAttention):
         return mask if self._compresses[form] else None
 
     def _adds_up_blocks(self, spec: AttentionLayerSpec, num_queries: int, mask: torch.Tensor | None) -> bool:
-        """Ask the card in an eager run, which precedes each capture. One query per row is a form of its own."""
+        """Test the card in an eager run, which precedes each capture. One query per row counts as a separate form."""
         queries = min(num_queries, 2)
         form = *_make_form_key(spec), queries, mask is not None
         if form not in self._adds_up:
@@ -216,11 +216,11 @@ class AscendAttention(PairAttention):
         if value_TKD is None or values is None or not fused:
             kv_cache.write(key_TKD, value_TKD, slots_T, spec.operations)
         else:
-            # The operation refuses more tokens than the cache has slots, as steps of the profile run have.
+            # The operation rejects calls with more tokens than the cache has slots, such as those in the profile run.
             num_slots = keys.shape[0] * keys.shape[1]
             parts = (tensor.split(num_slots) for tensor in (key_TKD.contiguous(), value_TKD.contiguous(), slots_T))
             for key, value, slots in zip(*parts, strict=True):
-                # "Norm" is this layout, which is not the default of some builds.
+                # "Norm" is this layout, which some builds do not use by default.
                 self._scatter_kv(key, value, keys, values, slots, cache_mode="Norm")
 
     def attend(
@@ -243,9 +243,9 @@ def make_backend(
     weights_class: type[AscendWeights] = AscendWeights,
     fused_dtypes: frozenset[torch.dtype] = FUSED_DTYPES,
 ) -> DeviceBackend:
-    """Import torch_npu without opening the card, since vLLM's front end makes a backend too."""
+    """Import torch_npu without opening the card, because vLLM's front end also creates a backend."""
     torch_npu = usable_torch_npu()
-    # A device without a number is the process's one card (`Platform.set_device`).
+    # A device without an index is the process's only card (`Platform.set_device`).
     device = torch.device("npu")
     npu = torch_npu.npu
     card = Card(torch_npu, device, NpuCaptures(npu, device))

@@ -1,4 +1,4 @@
-"""Models that were compared with transformers in captured graphs of an NPU, real or emulated."""
+"""Models that were compared with transformers in captured graphs on an NPU, real or emulated."""
 
 from __future__ import annotations
 

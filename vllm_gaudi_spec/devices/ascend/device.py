@@ -1,7 +1,7 @@
-"""Imports torch_npu, which gives torch the device "npu" and the process group "hccl".
+"""Imports torch_npu, which gives torch the "npu" device and the "hccl" process group.
 
-vLLM names the device before a backend is made, for example in a configuration that another process unpickles. So this
-module is imported with the platform.
+vLLM names the device before it creates a backend, for example in a configuration that another process unpickles.
+Therefore, this module is imported with the platform.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OLDEST = (2, 13)
 
 
 def refusal(version: str, variables: Mapping[str, str], torch_version: str) -> str | None:
-    """Return in one line why nothing can be served: torch_npu itself raises only once graphs are captured."""
+    """Return in one line why serving is impossible: torch_npu itself raises only once graphs are captured."""
     if Version(version).release[:2] < _OLDEST:
         return (
             f"torch_npu {version} is installed; device ascend needs 2.13 or newer beside vLLM's torch: "
@@ -48,13 +48,13 @@ def refusal(version: str, variables: Mapping[str, str], torch_version: str) -> s
     return None
 
 
-# torch_npu's numbers of cards (NpuVariables.h): those from 220 on have bfloat16; 240 and up are the 310B.
+# torch_npu's card numbers (NpuVariables.h): cards from 220 on have bfloat16; 240 and up are the 310B.
 _FIRST_SERVED = 220
 _NOT_SERVED = range(240, 250)
 
 
 def refuse_other_cards() -> None:
-    """Refuse older cards and 310s, which lack fused attention over blocks or KV writes.
+    """Reject older cards and 310s, which lack fused attention over blocks or KV writes.
 
     They would fail after the weights are loaded. The card must be open.
     """
@@ -72,7 +72,7 @@ def _dotted(release: tuple[int, ...]) -> str:
 
 
 def usable_torch_npu() -> Any:
-    """Import torch_npu, or refuse before a card is opened."""
+    """Import torch_npu, or reject an unusable version before a card is opened."""
     module = torch_npu()
     if why := refusal(module.__version__, environment.list_npu_variables(), torch.__version__):
         raise UnsupportedConfigError(why)
@@ -89,7 +89,7 @@ def torch_npu() -> Any:
         ) from error
 
 
-# The backend refuses a missing or broken torch_npu or emulator when it is made.
+# The backend rejects a missing or broken torch_npu or emulator when it is created.
 with suppress(UnsupportedConfigError, ImportError):
     if choose_device() == "ascend-emulated":
         from vllm_gaudi_spec.devices.common.emulated import install_npu

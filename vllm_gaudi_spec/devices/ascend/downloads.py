@@ -1,8 +1,8 @@
-"""Waits for copies to the host that may never have been made.
+"""Waits for copies to the host that torch_npu may have dropped.
 
-torch_npu hands its work to CANN from a queue of its own. Once an operator has failed, it drops what is in the queue and
-what comes after, including events, and raises the error once, in whichever call comes first. Waiting for a dropped
-event returns at once, as if the copy were there, or never (NPUEvent::synchronize in NPUEvent.cpp and
+torch_npu submits its work to CANN from its own queue. Once an operator has failed, torch_npu drops all queued and later
+work, including events, and raises the error only once, in whichever call comes first. Waiting for a dropped event
+either returns immediately, as if the copy were complete, or never returns (NPUEvent::synchronize in NPUEvent.cpp and
 Repository::ReadQueue in NPUQueue.cpp, Ascend/pytorch 9e73e708a).
 """
 
@@ -15,7 +15,7 @@ import torch
 
 _MARK = 0xA5
 _MARKED_BYTES = 64
-"""A copy is made as a whole or not at all. No token, count or flag has these bytes, nor do 16 numbers."""
+"""A copy is made as a whole or not at all. No token, count, or flag has these bytes, nor do 16 numbers in a row."""
 _TIMEOUT_S = 10.0
 _POLL_S = 2e-5
 """Linux sleeps for 60 to 100 microseconds."""
@@ -27,18 +27,18 @@ _DROPPED = (
 
 
 def mark(host: torch.Tensor) -> torch.Tensor:
-    """Mark a buffer as not yet written: pinned memory is reused, and would show an older step's tokens."""
+    """Mark a buffer as not yet written: reused pinned memory would otherwise show an older step's tokens."""
     _first_bytes(host).fill_(_MARK)
     return host
 
 
 def wait_for(done: Any, host: torch.Tensor, runtime: Any) -> None:
     """Wait for `done`, which was recorded after the copy to `host`."""
-    # Poll, since the call that waits may not return.
+    # Poll, because a waiting call may never return.
     deadline = time.monotonic() + _TIMEOUT_S
     while not done.query():
         if time.monotonic() > deadline:
-            # After this the event has happened or never will.
+            # After this, the event has completed or never will.
             runtime.synchronize()
             if not done.query():
                 raise RuntimeError(_DROPPED)

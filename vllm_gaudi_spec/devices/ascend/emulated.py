@@ -1,4 +1,4 @@
-"""The Ascend backend, unchanged, on an emulated card."""
+"""The unchanged Ascend backend on an emulated card."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from vllm_gaudi_spec.devices.common.emulated import EmulatedGraphs, EmulatedMemory, EmulatedWeights, install_npu
 
-# Before importing the backend. The platform, if there is one, has done so already.
+# This must precede the backend import. The platform, if there is one, has already done it.
 install_npu()
 
 from vllm_gaudi_spec.devices.ascend import backend as ascend  # noqa: E402
@@ -17,7 +17,7 @@ from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs  # noqa: E
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
-# To compare the fused attention with that of other devices, number by number.
+# Float32 allows a number-by-number comparison between the fused attention and other devices.
 _FUSED_DTYPES = ascend.FUSED_DTYPES | {torch.float32}
 
 

@@ -1,4 +1,4 @@
-"""Recognizes errors of CANN. The doctor, which explains them, imports this without torch."""
+"""Recognizes CANN errors. The doctor, which explains them, imports this module without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NO_ROOM_FOR_GRAPHS = (
     "alloc sq cq fail",
     "resource alloc fail stream wait event failed",
 )
-"""How CANN and drivers report that graphs hold all streams, queues or events of a card, in lower case."""
+"""Lowercase messages in which CANN and drivers report that graphs hold all of a card's streams, queues, or events."""
 
 
 def has_no_room(message: str) -> bool:

@@ -1,8 +1,8 @@
 """NPU graphs whose fused operations get new lengths from the host before each replay.
 
-Such an operation is captured as a group of tasks. Before a replay with other lengths it is issued once more on a stream
-for updates, which computes nothing and writes its arguments into the captured tasks. On the device the updates of a
-graph wait for its last run, and its next run waits for them; the host waits for nothing.
+Each such operation is captured as a task group. Before a replay with other lengths, it is issued again on an update
+stream. This computes nothing, but writes the operation's arguments into the captured tasks. On the device, a graph's
+updates wait for its last run, and its next run waits for the updates; the host waits for neither.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from vllm_gaudi_spec.devices.common.stream_device import Captures, Recorded
 
 
 class HostLengthsOperation(NamedTuple):
-    """A fused operation with lengths on the host, in its out-variant."""
+    """The out-variant of a fused operation with host lengths."""
 
     run: Callable[..., Any]
     workspace: Callable[..., torch.Tensor]
-    """Returns the workspace that this variant needs, from the operation's arguments."""
+    """Returns the workspace that this variant needs, given the operation's arguments."""
 
 
 class HostLengths(Protocol):
-    """The arguments of an operation that are lists on the host, by name, for some rows of a graph."""
+    """An operation's list arguments on the host, keyed by name, for some of a graph's rows."""
 
     def get_current_arguments(self) -> dict[str, list[int]]: ...
 
@@ -45,7 +45,7 @@ class NpuCaptures(Captures):
     def __init__(self, runtime: Any, device: torch.device) -> None:
         super().__init__(runtime, runtime.NPUGraph, device)
         self._tasks: list[_Task] | None = None
-        """The tasks of the graph that is being captured."""
+        """The tasks in the graph that is being captured."""
         self._updates: Any = None
 
     def record(self, run: Callable[[], None]) -> Recorded:
@@ -74,9 +74,9 @@ class NpuCaptures(Captures):
         lengths: HostLengths,
         out: list[torch.Tensor],
     ) -> None:
-        """Run `operation` into `out`."""
+        """Run `operation`, writing its results to `out`."""
         with_lengths = arguments | lengths.get_current_arguments()
-        # Large enough for all lengths that the captured operation will get.
+        # Allocate enough for any lengths that the captured operation will receive.
         workspace = operation.workspace(**arguments, **lengths.get_longest_arguments())
         outputs = {"workspace": workspace, "out": out}
         if self._tasks is None:
@@ -86,13 +86,13 @@ class NpuCaptures(Captures):
         self._runtime.graph_task_group_begin(stream)
         operation.run(**with_lengths, **outputs)
         handle = self._runtime.graph_task_group_end(stream)
-        # Weak references: a graph could not reuse the memory of tensors that are kept alive.
+        # Use weak references: a graph could not reuse the memory of tensors that are kept alive.
         references = {name: _make_weak(value) for name, value in (arguments | outputs).items()}
         self._tasks.append(_Task(operation, references, lengths, handle))
 
 
 class _Updated:
-    """A graph with such operations."""
+    """A graph that contains such operations."""
 
     def __init__(self, graph: Recorded, tasks: list[_Task], runtime: Any, updates: Any) -> None:
         self._graph = graph
@@ -102,7 +102,7 @@ class _Updated:
         self._written, self._done = runtime.Event(), runtime.Event()
         self._lengths = list({id(task.lengths): task.lengths for task in tasks}.values())
         self._recorded = self._lengths_now()
-        """The lengths that the graph's tasks have."""
+        """The lengths stored in the graph's tasks."""
 
     def replay(self) -> None:
         now = self._lengths_now()

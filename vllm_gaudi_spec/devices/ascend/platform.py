@@ -1,4 +1,4 @@
-"""Platform class of Ascend NPUs, real or emulated."""
+"""Platform class for Ascend NPUs, real or emulated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AscendSpecPlatform(CapturingPlatform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         super().pre_register_and_update(parser)
-        load_backend()  # without torch_npu, fail here
+        load_backend()  # fail here if torch_npu is missing
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -41,7 +41,7 @@ class AscendSpecPlatform(CapturingPlatform):
                 f"{HCCL_EXPANSION.name}={HCCL_EXPANSION.value} with several ranks: collectives of that mode beside "
                 "tasks that are updated failed in captures, or hung (vllm-ascend 13688); unset it."
             )
-        compresses_prompt_masks()  # refuses unknown values
+        compresses_prompt_masks()  # rejects unknown values
         super().check_and_update_config(vllm_config)
 
     @classmethod

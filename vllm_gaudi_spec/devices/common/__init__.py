@@ -1,1 +1,1 @@
-"""Code that several devices share."""
+"""Code shared by several devices."""

@@ -1,4 +1,4 @@
-"""Splits a function's arguments into a list of tensors and a hashable rest, the key of a captured graph."""
+"""Splits function arguments into a list of tensors and a hashable remainder, the key for a captured graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class _Tensor(NamedTuple):
-    """A placeholder for the tensor at an index of the list."""
+    """A placeholder for the tensor at a given index in the list."""
 
     tensor_index: int
 
@@ -20,7 +20,7 @@ class _Tuple(NamedTuple):
 
 
 class _Number(NamedTuple):
-    """A bool or float, which might equal an int and must not share its key."""
+    """A bool or float, which could compare equal to an int but must not share its key."""
 
     kind: type
     value: Any
@@ -30,11 +30,11 @@ _PLAIN = frozenset({int, str, type(None)})
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Hashable]:
-    """Split a tensor, number, string or None, or a tuple of these, into tensors and the hashable rest."""
+    """Split a tensor, number, string, None, or a tuple of these into tensors and a hashable remainder."""
     tensors: list[torch.Tensor] = []
 
     def walk(part: Any) -> Hashable:
-        if type(part) in _PLAIN:  # first, as most parts are, and isinstance takes longer
+        if type(part) in _PLAIN:  # check the common types first, because isinstance is slower
             return part
         if isinstance(part, torch.Tensor):
             tensors.append(part)
@@ -42,7 +42,7 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Hashable]:
         if isinstance(part, bool):
             return _Number(bool, part)
         if isinstance(part, float):
-            return _Number(float, part.hex())  # as text: -0.0 would equal 0.0, and NaN would not equal NaN
+            return _Number(float, part.hex())  # as text, because -0.0 would equal 0.0, and NaN would not equal NaN
         if isinstance(part, tuple):
             return _Tuple(type(part), tuple(walk(item) for item in part))
         hash(part)  # an unhashable argument cannot be part of a key
@@ -72,10 +72,10 @@ def rebuild(tensors: list[torch.Tensor], rest: Any) -> Any:
 
 
 def make_key(tensors: Sequence[torch.Tensor], rest: Hashable) -> Hashable:
-    """Return the key of a graph. The bridge's own key is a hash without dtypes, which is the same for -1 and -2."""
+    """Return a graph's key. The bridge's own key is a hash that ignores dtypes and does not distinguish -1 from -2."""
     return (rest, *[(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in tensors])
 
 
 def get_name(function: Any) -> str:
-    """Return the name of a function or `partial` for reports."""
+    """Return a function's or `partial`'s name for use in reports."""
     return str(getattr(function, "__qualname__", "") or function.func.__qualname__)

@@ -1,6 +1,6 @@
-"""Mixins that add counting to a device's classes when the emulator plays its card.
+"""Mixins that count operations when the emulator stands in for a device's card.
 
-Each class is a base before the device's own class.
+Each mixin precedes the device's own class in a list of base classes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ source.look_past(observers=(str(_DEVICES / "hpu" / "captured.py"),), backends=(f
 
 
 def install_npu() -> None:
-    """Put the emulated CANN below Huawei's torch_npu in this process."""
+    """Install the emulated CANN that Huawei's torch_npu uses in this process."""
     environment.set_torch_npu_defaults()
     folder = environment.torch_npu_folder()
     try:
@@ -62,7 +62,7 @@ class EmulatedMemory(Memory):
         return by_layer
 
     def measure_peak(self, run: Callable[[], object]) -> int:
-        """Run without computing: sizes are known without values, which would take the host minutes to compute."""
+        """Measure without computing: sizes do not depend on values, which the host would take minutes to compute."""
         device = card_emulator.counted()
         device.compile_only = True
         try:
@@ -79,5 +79,5 @@ class EmulatedMemory(Memory):
 
 class EmulatedWeights(Weights):
     def prepare_model(self, model: nn.Module) -> None:
-        card_emulator.counted().sealed = False  # a second engine of the process also warms up
+        card_emulator.counted().sealed = False  # a second engine in this process also warms up
         super().prepare_model(model)

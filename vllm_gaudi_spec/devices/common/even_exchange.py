@@ -1,6 +1,6 @@
-"""Exchange of tokens between data-parallel ranks with equally many tokens, by collectives that every device has.
+"""Token exchange between data-parallel ranks with equal token counts, using collectives available on every device.
 
-vLLM's experts need it; `runner/extensions/data_parallel.py` makes the numbers of tokens equal.
+vLLM's experts need this exchange; `runner/extensions/data_parallel.py` equalizes the token counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EvenExchange(DeviceCommunicatorBase):
         assert sizes is None or len(set(sizes)) == 1
         return self.reduce_scatter(input_, dim)
 
-    # vLLM's base class does not exchange tokens.
+    # vLLM's base class does not implement token exchange.
 
     def dispatch_router_logits(self, *tensors: Any, **named: Any) -> Any:
         return self.all2all_manager.dispatch_router_logits(*tensors, **named)

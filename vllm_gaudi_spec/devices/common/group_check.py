@@ -1,7 +1,7 @@
-"""Runs and checks the first collectives of each group of ranks before anything else is done.
+"""Runs and checks the first collectives in each group of ranks before anything else runs.
 
-A group's communicator is created at its first collective. On a Gaudi that one must not be part of a captured graph, and
-a wrong network or module map shows in it, often as a hang. vllm-gaudi does one in `init_device` as well (quirk N01).
+A group's first collective creates its communicator. On Gaudi, that collective must not be part of a captured graph. It
+also exposes a wrong network or module map, often as a hang. vllm-gaudi runs one in `init_device` too (quirk N01).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _SIZE = 128
-"""The number of values that a rank sends, which is small and even."""
+"""The number of values that each rank sends; it is small and even."""
 
 
 def check_groups(memory: Memory) -> None:
-    """Check every tensor-, data- and expert-parallel group.
+    """Check every tensor-, data-, and expert-parallel group.
 
-    All ranks call this, with their groups in the same order.
+    All ranks must call this with their groups in the same order.
     """
     for reference in groups.values():
         group = reference()
-        # A destroyed group may still be referred to, and groups without a communicator are for the host.
+        # A destroyed group may still be referenced, and groups without a communicator serve the host.
         if group is None or group.world_size == 1 or not hasattr(group, "device_group"):
             continue
         if getattr(group, "device_communicator", None) is None:
@@ -45,7 +45,7 @@ def check_groups(memory: Memory) -> None:
 
 
 def check_group(group: GroupCoordinator, memory: Memory) -> None:
-    """Run the collectives of a group. Raises RuntimeError if a rank receives anything but what was sent."""
+    """Run a group's collectives. Raises RuntimeError if a rank receives anything other than what was sent."""
     name = _name(group)
     sent = [_make_numbers(rank) for rank in range(group.world_size)]
     with torch.inference_mode():
@@ -72,5 +72,5 @@ def _check(name: str, collective: str, expected: torch.Tensor, run: Callable[[],
 
 
 def _make_numbers(rank: int) -> torch.Tensor:
-    """Return float32 numbers whose sums are exact, different for each rank and for neighbors within a rank."""
+    """Return float32 numbers whose sums are exact and that differ between ranks and between neighbors within a rank."""
     return torch.arange(_SIZE) % 7 + 8.0 * rank**2

@@ -1,4 +1,4 @@
-"""How much memory the KV cache may take if the host is the device."""
+"""Limits the KV cache's memory when the host is the device."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def free() -> int:
 
 
 def choose_kv_bytes(utilization: float, less: int = 0) -> int:
-    """Return the size of the KV cache. `less` is memory that will be taken before the cache is allocated."""
-    # Unlike a card's memory, the host's has other users, and zeroing it takes time at every start.
+    """Return the size of the KV cache. `less` is the memory that will be allocated before the cache."""
+    # Unlike a card's memory, host memory has other users, and zeroing it takes time at every start.
     return min(int((free() - less) * utilization / 2), _MOST)

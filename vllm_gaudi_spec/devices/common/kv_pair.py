@@ -1,4 +1,4 @@
-"""KV caches as two tensors per layer."""
+"""KV caches stored as two tensors per layer."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from vllm_gaudi_spec.upstream.kv_cache import AttentionSpec, UniformTypeKVCacheS
 if TYPE_CHECKING:
     from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheLayout
 
-# Block copies per graph. Unused ones copy the pad block to itself.
+# Block copies per graph. Unused entries copy the padding block to itself.
 _COPIES = 8
 
 
 class KVPair(NamedTuple):
-    """Keys and values of a layer, a tensor [slots, K, D] each, since a Gaudi cannot write through views."""
+    """A layer's keys and values, one tensor [slots, K, D] each, because Gaudi cannot write through views."""
 
     keys: torch.Tensor
     values: torch.Tensor | None
-    """None if values are a part of the keys."""
+    """None if the values are part of the keys."""
     block_size: int
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -58,7 +58,7 @@ class KVPair(NamedTuple):
 
 
 class PairMemory(Memory):
-    """Memory of a device whose KV caches are `KVPair`s."""
+    """Memory for devices that store KV caches as `KVPair`s."""
 
     def __init__(self, torch_device: torch.device, graphs: Graphs) -> None:
         self.torch_device = torch_device
@@ -71,7 +71,7 @@ class PairMemory(Memory):
         return allocate(kv_cache_config, self.torch_device)
 
     def make_block_copier(self, kv_caches: dict[str, KVPair]) -> Callable[[list[tuple[int, int]]], None]:
-        """Return a function that copies blocks by one graph."""
+        """Return a function that copies blocks in a single graph."""
         distinct = list({id(pair.keys): pair for pair in kv_caches.values()}.values())
         copy_blocks = self._graphs.graph(partial(_copy_blocks, distinct))
 
@@ -85,7 +85,7 @@ class PairMemory(Memory):
 
 
 class PairAttention(Attention):
-    """Attention over `KVPair`s in plain torch, for devices to override with kernels."""
+    """Attention over `KVPair`s in plain torch, which devices can override with kernels."""
 
     def kv_shape(self, kv_cache: KVPair) -> KVShape:
         return kv_cache.shape
@@ -103,15 +103,15 @@ class PairAttention(Attention):
     def attend(
         self, query_THD: torch.Tensor, kv_cache: KVPair, call: AttentionCall, spec: AttentionLayerSpec
     ) -> torch.Tensor:
-        if call.packed is not None:  # never if the device captures
+        if call.packed is not None:  # never true if the device captures
             return torch_ops.attend_packed(self.attend, query_THD, kv_cache, call, spec)
         return padded.attend(query_THD, *kv_cache.blocks(), call, spec)
 
 
 def allocate(kv_cache_config: KVCacheConfig, device: torch.device) -> dict[str, KVPair]:
-    """Allocate zeroed caches by layer name.
+    """Allocate zeroed caches, keyed by layer name.
 
-    Layers of different groups may have the same offset: a block belongs to one group at a time, so they share memory.
+    Layers in different groups may have the same offset and thus share memory: a block belongs to one group at a time.
     """
     by_offset: dict[int, tuple[object, KVPair]] = {}
     by_layer: dict[str, KVPair] = {}

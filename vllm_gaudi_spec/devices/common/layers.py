@@ -1,4 +1,4 @@
-"""Registers a device's kernels in place of vLLM's layers: norms through its IR, rotary embeddings by class."""
+"""Registers a device's kernels in place of vLLM's layers: norms through vLLM's IR, rotary embeddings by class."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = init_logger(__name__)
 
 
 def find_kernel(module: str, name: str) -> Any:
-    """Return a kernel of the device's software; None if this build has none, which is logged once."""
+    """Return a kernel from the device's software. If this build lacks it, log that once and return None."""
     kernel = getattr(pkgutil.resolve_name(module), name, None)
     if kernel is None:
         logger.info("This build of %s has no %s; using plain torch operations.", module.partition(".")[0], name)
@@ -49,10 +49,10 @@ def register_norms(
     takes: Callable[[torch.Tensor], bool] = lambda x: True,
     in_place: bool = False,
 ) -> None:
-    """Register kernels for RMS norms, with and without a residual.
+    """Register kernels for RMS norms with and without a residual.
 
-    `takes` says which inputs the kernels support, beyond having the weight's dtype. With `in_place`, `add_norm` writes
-    its results over its inputs.
+    `takes` determines which inputs the kernels support; they must also have the weight's dtype. With `in_place`,
+    `add_norm` overwrites its inputs with its results.
     """
 
     def supports(
@@ -92,26 +92,26 @@ def register_norms(
 
 
 class Turn(Protocol):
-    """A device's kernel for rotary embedding."""
+    """A device's rotary embedding kernel."""
 
     def __call__(
         self, heads_THR: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor, *, halves: bool
     ) -> torch.Tensor:
         """Rotate heads.
 
-        Numbers that rotate together are half a head apart (`halves`) or adjacent; tables have an entry for each.
+        Numbers that rotate together are half a head apart (`halves`) or adjacent; the tables have an entry for each.
         """
         ...
 
 
 def _make_rotary_mixin(turn: Turn) -> type:
-    """Return a mixin for vLLM's classes that rotate queries and keys as `RotaryEmbedding` does."""
+    """Return a mixin for vLLM classes that rotate queries and keys in the same way as `RotaryEmbedding`."""
 
     class _Turning:
         def forward_oot(
             self: RotaryEmbeddingBase, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            # Keep the positions, so that their id is not reused.
+            # Keep the positions alive so that their `id` is not reused.
             cos, sin, _ = _compute_once_per_forward(
                 ("rotary", id(self), id(positions), query.dtype),
                 lambda: (*_look_up_tables(self, positions, query), positions),
@@ -132,7 +132,7 @@ def _make_rotary_mixin(turn: Turn) -> type:
 def _look_up_tables(
     rotary: RotaryEmbeddingBase, positions: torch.Tensor, query: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin for each number of a head, [T, 1, R].
+    """Return cos and sin for each number in a head, [T, 1, R].
 
     `positions` is [T], or [D, T] for a multimodal embedding.
     """
@@ -152,7 +152,7 @@ def _look_up_tables(
 
 
 def _select_sections(rotary: MRotaryEmbedding, found_DTC: torch.Tensor) -> torch.Tensor:
-    """Return [T, C]: for each channel, the entry of the position dimension that rotates it."""
+    """Return [T, C], the entry for the position dimension that rotates each channel."""
     assert rotary.mrope_section is not None
     if rotary.mrope_interleaved:
         return apply_interleaved_rope(found_DTC, rotary.mrope_section)
@@ -161,7 +161,7 @@ def _select_sections(rotary: MRotaryEmbedding, found_DTC: torch.Tensor) -> torch
 
 
 def _compute_once_per_forward(key: Hashable, build: Callable[[], Any]) -> Any:
-    """Cache what all layers of a forward share: small operations per layer would be a tenth of a step's launches."""
+    """Cache values that a forward pass's layers share. Per layer, they would add a tenth to a step's launches."""
     metadata = get_forward_context().attn_metadata if is_forward_context_available() else None
     calls = metadata.values() if isinstance(metadata, dict) else ()
     call = next((call for call in calls if isinstance(call, AttentionCall)), None)
@@ -169,13 +169,13 @@ def _compute_once_per_forward(key: Hashable, build: Callable[[], Any]) -> Any:
 
 
 def register_rotary(prefix: str, turn: Turn) -> None:
-    """Register a kernel for all of vLLM's classes that rotate queries and keys in the common way."""
+    """Register a kernel for all vLLM classes that rotate queries and keys in the standard way."""
     for base in (RotaryEmbedding, DeepseekScalingRotaryEmbedding, MRotaryEmbedding):
         register_rotary_class(prefix, _make_rotary_mixin(turn), base)
 
 
 def register_rotary_class(prefix: str, mixin: type, base: type[RotaryEmbeddingBase]) -> None:
-    """Put `mixin` before `base` and before each subclass that rotates as `base` does, whatever its table holds."""
+    """Put `mixin` before `base` and before each subclass that shares its rotation method, regardless of its table."""
     for cls in _list_subclasses(base):
         if cls.forward_native is base.forward_native:
             cls.register_oot(type(f"{prefix}{cls.__name__}", (mixin, cls), {}))

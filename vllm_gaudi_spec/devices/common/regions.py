@@ -1,9 +1,9 @@
-"""Compiles a function as regions: it is traced once without values, cut at markers, and each region is compiled.
+"""Compiles a function in regions: it is traced once without values, cut at markers, and each region is compiled.
 
-A region is the operations between two markers, as an FX graph whose inputs are all that it reads: arguments, weights,
-caches, and results of earlier regions. No Python runs in it, so there are no guards and no graph breaks, and regions
-that do the same to tensors of the same geometry, as a model's layers do, are compiled once. torch.compile on the
-function itself would guard each name of a layer and each branch of Python, and compile every layer.
+A region is the list of operations between two markers, as an FX graph whose inputs are everything it reads: arguments,
+weights, caches, and results from earlier regions. No Python runs in it, so there are no guards or graph breaks. Regions
+that apply the same operations to tensors with the same geometry, as a model's layers do, are compiled once. Applying
+torch.compile to the function itself would guard every layer name and Python branch, and compile every layer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import Function
 
 Compiler = Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Sequence[Any]]]
-"""A backend of torch.compile, called with tensors without values."""
+"""A torch.compile backend, which is called with tensors without values."""
 
 
 class _Step(NamedTuple):
@@ -41,7 +41,7 @@ class _Step(NamedTuple):
 
 
 class RegionCompiler:
-    """Compiles functions, and reuses regions of the same form."""
+    """Compiles functions, and reuses compiled code for regions with the same form."""
 
     def __init__(
         self,
@@ -49,15 +49,15 @@ class RegionCompiler:
         device_type: str,
         rewrites: Mapping[Any, Callable[..., Any]] | None = None,
     ) -> None:
-        """`rewrites` maps an operation to a function that expresses it by others, or returns NotImplemented."""
+        """Initialize the compiler. `rewrites` maps operations to functions that return a rewrite or NotImplemented."""
         self._compiler = compiler
         self._device_type = device_type
         self._rewrites = rewrites or {}
         self._compiled: dict[Hashable, Callable[..., Sequence[Any]]] = {}
         self.functions: Counter[str] = Counter()
-        """The number of compilations of each function, by name: one per geometry of its arguments."""
+        """The number of compilations for each function name, one per argument geometry."""
         self.traces_twice = False
-        """Whether to trace twice and compare: a number that Python counts would be compiled as a constant."""
+        """Whether to trace twice and compare: a number that Python increments would be compiled as a constant."""
         self._tracer: Tracer | None = None
 
     @property
@@ -65,12 +65,12 @@ class RegionCompiler:
         return len(self._compiled)
 
     def cut(self) -> None:
-        """End a region here, while a function is traced."""
+        """End the current region at this point in the trace."""
         if self._tracer is not None:
             self._tracer.cut()
 
     def compiled(self, function: Function) -> Function:
-        """Return `function`, compiled for each set of tensor shapes and non-tensor arguments."""
+        """Return `function`, compiled for each combination of tensor shapes and non-tensor arguments."""
         made: dict[Hashable, list[CompiledFunction]] = {}
 
         def run(*args: Any) -> Any:
@@ -85,7 +85,7 @@ class RegionCompiler:
         return cast("Function", run)
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], rest: Any) -> CompiledFunction:
-        """Compile a function for its flattened arguments `tensors` and `rest`."""
+        """Compile a function for its flattened arguments, `tensors` and `rest`."""
         tracer, results, form = self._trace(function, tensors, rest)
         steps = self._steps(tracer, results)
         if self.traces_twice:
@@ -123,7 +123,7 @@ class RegionCompiler:
             new: dict[int, None] = {}
             for operation in segment.operations:
                 inputs.update(dict.fromkeys(number for number in operation.inputs if number not in new))
-                # The step changes one of its inputs in place.
+                # An output that is also an input was modified in place.
                 new.update(dict.fromkeys(number for number in operation.outputs if number not in inputs))
             outputs = tuple(number for number in new if last_use[number] > index or number in results)
             made.update(new)
@@ -148,7 +148,7 @@ class RegionCompiler:
 
 
 class CompiledFunction:
-    """A function for arguments of one geometry, as a list of steps."""
+    """A function compiled for one argument geometry, as a list of steps."""
 
     def __init__(
         self,
@@ -168,11 +168,11 @@ class CompiledFunction:
         self._form = form
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these tensors share memory with outside tensors as the ones did that it was compiled for."""
+        """Whether these tensors share memory with outside tensors in the same way as those used for compilation."""
         return self._sharing_outside(tensors) == self._sharing
 
     def _sharing_outside(self, tensors: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
-        """Return, for each tensor, the number of an outside tensor with the same memory, even after sleep moved it."""
+        """Return, for each tensor, the number of an outside tensor that shares its memory, even after sleep mode."""
         found = ((self._number_by_storage.get(storage), storage) for storage in map(_storage, tensors))
         return tuple(
             number if number is not None and _storage(self._outside[number]) == storage else None
@@ -197,7 +197,7 @@ class CompiledFunction:
 
 
 def _form(segment: Segment, tracer: Tracer, inputs: Sequence[int], outputs: Sequence[int]) -> Hashable:
-    """Describe a region with numbers of its own: equal for regions that may share compiled code."""
+    """Describe a region using local value numbers. Regions with equal descriptions may share compiled code."""
     local: dict[int, int] = {}
     storages: dict[int, int] = {}
     geometries = []

@@ -1,6 +1,6 @@
-"""Graphs and memory of accelerators that capture streams: one graph per set of tensor shapes and non-tensor arguments.
+"""Graphs and memory for devices that capture streams: one graph per set of tensor shapes and non-tensor arguments.
 
-The runtime is the device's torch module, `torch.cuda` or one of the same form.
+The runtime is the device's torch module, such as `torch.cuda`, or another module with the same interface.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class Recorded(Protocol):
 class _Captured(NamedTuple):
     graph: Recorded
     inputs: list[list[torch.Tensor]]
-    """Buffers that the graph reads, grouped by device and dtype, since one copy can fill a whole group."""
+    """Buffers that the graph reads, grouped by device and dtype so that one copy can fill a whole group."""
     argument_indices: list[list[int]]
     """Indices of the arguments that fill each group."""
     result: Any
 
 
 class Captures:
-    """All graphs of a process, which share their memory and the buffers that they read."""
+    """All graphs in a process, which share memory and input buffers."""
 
     def __init__(self, runtime: Any, new_graph: Callable[[], Any], device: torch.device) -> None:
         self.names: list[str] = []
-        """The name of each graph, in the order of capture."""
+        """The graphs' names, in capture order."""
         self._runtime = runtime
         self._new_graph = new_graph
         self._device = device
@@ -48,12 +48,12 @@ class Captures:
         self._stream: Any = None
         self._pool: Any = None
         self._keeper: Any = None
-        """An empty graph: a memory pool that lost its last graph, as between two engines, cannot be used again."""
+        """An empty graph that keeps the pool usable between engines: without any graph, a pool cannot be reused."""
 
     def buffer(self, index: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the buffer for the argument at `index` of any graph that gets a tensor like this there.
+        """Return the buffer for the argument at `index`, shared by all graphs that take a tensor like this there.
 
-        It is filled right before a graph runs, in stream order, or at once if it is on the host.
+        A device buffer is filled right before a graph runs, in stream order; a host buffer is filled immediately.
         """
         key = index, like.shape, like.dtype, like.device
         if key not in self._buffers:
@@ -88,7 +88,7 @@ class Captures:
 
 @contextmanager
 def _pause_collector() -> Iterator[None]:
-    """Pause the garbage collector: freeing a graph of an earlier engine makes a capture fail."""
+    """Pause the garbage collector: freeing an earlier engine's graph would make a capture fail."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -117,17 +117,17 @@ class Graphed:
         return captured.result
 
     def _make(self, tensors: list[torch.Tensor], rest: Any) -> _Captured:
-        """Run the function once eagerly, which compiles its kernels and returns this call's result, then capture it.
+        """Run the function eagerly once to compile its kernels and produce this call's result, then capture it.
 
-        Capturing computes nothing, so side effects happen once, even if a graph is first needed while requests are
-        served.
+        Capturing computes nothing. Side effects therefore happen only once, even if a graph is first needed while
+        serving requests.
         """
         buffers = [self._captures.buffer(i, tensor) for i, tensor in enumerate(tensors)]
         for buffer, tensor in zip(buffers, tensors, strict=True):
             buffer.copy_(tensor)
         arguments = rebuild(buffers, rest)
         first, form = flatten(self._function(*arguments))
-        # Keep results outside of the graphs' shared memory: another graph may run before they are read.
+        # Keep results outside the graphs' shared memory: another graph may run before they are read.
         results = [tensor.clone(memory_format=torch.contiguous_format) for tensor in first]
         del first
 
@@ -150,7 +150,7 @@ class Graphed:
 
 class StreamGraphs(Graphs):
     def __init__(self, runtime: Any, captures: Captures) -> None:
-        # Functions of vLLM that are decorated with torch.compile are a part of the captured step.
+        # vLLM functions decorated with torch.compile are part of the captured step.
         torch.compiler.set_stance("force_eager")
         self._runtime = runtime
         self._captures = captures
@@ -176,7 +176,7 @@ class StreamGraphs(Graphs):
 
 
 class StreamMemory(PairMemory):
-    """Memory of an accelerator whose torch module has the form of `torch.cuda`."""
+    """Memory for accelerators whose torch module has the same interface as `torch.cuda`."""
 
     def __init__(self, runtime: Any, torch_device: torch.device, graphs: Graphs) -> None:
         super().__init__(torch_device, graphs)
@@ -197,11 +197,11 @@ class StreamMemory(PairMemory):
         return int(free * utilization * (1 - reserve))
 
     def get_graph_reserve(self) -> float:
-        """Return the share of free memory that is kept for graphs."""
+        """Return the fraction of free memory reserved for graphs."""
         return 0.1
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
-        # Torch does not reuse pinned memory before its copy is done.
+        # Torch does not reuse pinned memory until its copy has finished.
         return host.pin_memory().to(self.torch_device, non_blocking=True)
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -209,8 +209,8 @@ class StreamMemory(PairMemory):
 
     def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         self.num_host_syncs += 1
-        # On the stream of the graphs, before the next one overwrites the tensor. Another stream would need a clone,
-        # which takes the device as long and costs the host more.
+        # Copy on the graphs' stream, before the next graph overwrites the tensor. Another stream would need a clone,
+        # which takes the device just as long and costs the host more.
         host = self._host_buffer(tensor)
         host.copy_(tensor, non_blocking=True)
         done = self._runtime.Event()

@@ -1,4 +1,4 @@
-"""Records the operations of a function as a list, by running it once on tensors without values."""
+"""Records a function's operations as a list, by running it once on tensors without values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vllm_gaudi_spec.devices.common.arguments import find_tensors
 
 
 class NotCompilableError(RuntimeError):
-    """Raised for an operation that cannot be compiled, or would be compiled as something else. Names the line."""
+    """Raised for an operation that cannot be compiled or would be compiled incorrectly. The message names the line."""
 
 
 class Value(NamedTuple):
@@ -40,28 +40,28 @@ class Operation(NamedTuple):
     target: Any
     args: Any
     kwargs: Mapping[str, Any]
-    """Both with `Value`s in place of tensors."""
+    """The arguments and keyword arguments, with `Value`s in place of tensors."""
     form: Hashable
-    """Describes the operation without its tensors: equal for operations that do the same."""
+    """Describes the operation without its tensors. Operations that do the same thing have equal forms."""
     inputs: tuple[int, ...]
-    """Numbers of the tensors that it takes, in order."""
+    """The input tensors' numbers, in order."""
     outputs: tuple[int, ...]
-    """Numbers of the tensors that it returns, which may include inputs."""
+    """The output tensors' numbers, which may include inputs."""
     positions: tuple[int, ...] | None
-    """Their positions in the result; None if the result is one tensor."""
+    """The output tensors' positions in the result; None if the result is a single tensor."""
     source: str
-    """The line that issued it, as in a traceback."""
+    """The line that issued the operation, formatted as in a traceback."""
 
 
 @dataclass
 class Segment:
     operations: list[Operation] = field(default_factory=list)
     is_compiled: bool = True
-    """False for a single collective, which runs eagerly: compiled ones are known to add wrongly (quirk C23)."""
+    """False for a single collective, which runs eagerly: compiled collectives are known to add wrongly (quirk C23)."""
 
 
 class Fakes:
-    """The tensors without values of one trace, by number."""
+    """The tensors without values in one trace, indexed by number."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(static_shapes=True)
@@ -69,7 +69,7 @@ class Fakes:
         self._get_number: dict[int, int] = {}
 
     def enter(self, tensor: torch.Tensor) -> FakeTensor:
-        """Add a tensor without values under the next number. Tensors that share memory share it here."""
+        """Add a tensor without values under the next number. Tensors that share memory also share it in the trace."""
         fake = self.mode.from_tensor(tensor, static_shapes=True)
         self._add(fake)
         return fake
@@ -78,13 +78,14 @@ class Fakes:
         return self._get_number.get(id(fake))
 
     def get_geometry(self, number: int) -> tuple[Hashable, int]:
-        """Return the geometry of a tensor and the memory that it has."""
+        """Return a tensor's geometry and the ID of its memory."""
         fake = self.values[number]
         geometry = fake.dtype, fake.shape, fake.stride(), fake.storage_offset(), fake.device
         return geometry, fake.untyped_storage()._cdata
 
     def add_result(self, result: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """Return the numbers of a result's tensors, and their positions in it; None for a single tensor."""
+        """Return the numbers assigned to a result's tensors, and their positions (None if the result is a single
+        tensor)."""
         if isinstance(result, torch.Tensor):
             return (self._add_new(result),), None
         items = result if isinstance(result, (list, tuple)) else ()
@@ -198,19 +199,19 @@ def _can_decompose(func: Any) -> bool:
 
 
 class _Note:
-    """Splits an operation's arguments into tensors and the rest."""
+    """Splits an operation's arguments into tensors and a remainder."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._get_number = tracer.get_number
         self.form: list[Hashable] = []
-        """The non-tensor arguments in order, made comparable: 0.0 differs from -0.0, 1 from True, and NaN equals
-        NaN."""
+        """The non-tensor arguments in order, made comparable: 0.0 differs from -0.0, 1 differs from True, and NaN
+        equals NaN."""
         self.inputs: list[int] = []
         self.others: list[Any] = []
         """Arguments that a graph cannot hold."""
 
     def of(self, value: Any) -> Any:
-        """Return `value` with `Value`s in place of tensors, and record it."""
+        """Return `value` with `Value`s in place of tensors, and record the tensors and other arguments."""
         kind: Any = type(value)
         if kind in _PRINTABLE:
             self.form.append(value)
@@ -228,23 +229,23 @@ class _Note:
         elif isinstance(value, (int, str)):  # booleans, and enumerations
             self.form.append((kind, value))
         else:
-            # Objects of the communication library differ in each trace.
+            # Communication library objects differ from trace to trace.
             self.form.append(kind)
             self.others.append(value)
         return value
 
 
 def _fake_collective(func: Any, args: Any) -> Any:
-    """Return a collective's result: the tensors that it changes, which come first, and something to wait for."""
+    """Return a collective's result: the tensors that it modifies, which come first, and a handle to wait on."""
     work = FakeWork().boxed()
     return (args[0], work) if len(func._schema.returns) == 2 else work
 
 
-# Types of arguments whose equal values are the same constant in a graph.
+# Argument types for which equal values are the same constant in a graph.
 _PRINTABLE = frozenset({int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 _emulator = find_spec("card_emulator")
-# Files whose frames are skipped: torch and what an emulated card replaces in it.
+# Files whose frames are skipped: torch and the parts of it that an emulated card replaces.
 _SKIPPED = (
     os.path.dirname(torch.__file__) + os.sep,
     *([os.path.dirname(_emulator.origin) + os.sep] if _emulator is not None and _emulator.origin else []),
@@ -256,7 +257,7 @@ _SKIPPED = (
 
 
 def _find_source() -> str:
-    """Return the line that issued an operation: the innermost one outside of torch and this file."""
+    """Return the line that issued an operation: the innermost one outside torch and this file."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         frame = frame.f_back
@@ -264,7 +265,7 @@ def _find_source() -> str:
 
 
 def fill_in(value: Any, by_number: Sequence[Any] | Mapping[int, Any]) -> Any:
-    """Return nested lists, tuples and dicts with each `Value` replaced by what has its number."""
+    """Return nested lists, tuples, and dicts with each `Value` replaced by the item that has its number."""
     if isinstance(value, Value):
         return by_number[value.number]
     if isinstance(value, (list, tuple)):
@@ -276,7 +277,7 @@ def fill_in(value: Any, by_number: Sequence[Any] | Mapping[int, Any]) -> Any:
 
 
 def check_equal(first: Tracer, second: Tracer) -> None:
-    """Raise NotCompilableError if two traces of one function differ."""
+    """Raise NotCompilableError if two traces of the same function differ."""
     identify = operator.attrgetter("form", "inputs", "outputs")
     operations, again = (
         [one for segment in tracer.segments for one in segment.operations] for tracer in (first, second)

@@ -1,1 +1,1 @@
-"""The CPU."""
+"""The CPU backend."""

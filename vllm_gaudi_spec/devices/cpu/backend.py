@@ -1,4 +1,4 @@
-"""The CPU backend, the embedded default. It uses vLLM's CPU kernels if its build has them, and plain torch if not."""
+"""The CPU backend, which is the embedded default. It uses vLLM's CPU kernels if its build has them, or plain torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _DEVICE = torch.device("cpu")
-# The head sizes of vLLM's CPU attention kernel.
+# Head sizes that vLLM's CPU attention kernel supports.
 _KERNEL_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
 
 
@@ -41,7 +41,7 @@ def make_backend() -> DeviceBackend:
     has_kernel = hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
     if torch.cpu._is_amx_tile_supported():
         # A process has to request AMX tiles from Linux, as oneDNN does before its first product. vLLM's attention in
-        # bfloat16 does not request them, and the process died of SIGILL if it came first.
+        # bfloat16 does not request them, and the process died of SIGILL when the attention ran first.
         torch.cpu._init_amx()
     traits = DeviceTraits(
         name="cpu",
@@ -60,7 +60,7 @@ def make_backend() -> DeviceBackend:
         takes_cpu_weights=True,
         sleeps=True,
         updates_weights=True,
-        # Shapes are not compiled here; running the small ones warms caches and finds defects early.
+        # Shapes are not compiled here; running small ones warms caches and finds defects early.
         warmup_tokens=16,
     )
     return DeviceBackend(
@@ -76,7 +76,7 @@ class CpuMemory(Memory):
         return allocate_kv_cache(kv_cache_config, _DEVICE, layout)
 
     def release(self, tensors: Iterable[torch.Tensor], *, keep: bool) -> Callable[[], None]:
-        # The KV of all layers is views of one storage.
+        # All layers' KV caches are views of one storage.
         found = {} if keep else {storage._cdata: storage for storage in map(torch.Tensor.untyped_storage, tensors)}
         sizes = [(storage, storage.nbytes()) for storage in found.values()]
         for storage, _ in sizes:
@@ -103,7 +103,7 @@ class CpuAttention(Attention):
 
     def supports_attention(self, spec: AttentionLayerSpec) -> bool:
         if spec.value_size is not None:
-            return False  # the kernel for latent KV supports one query per row
+            return False  # the latent KV kernel supports only one query per row
         if spec.layer_operations or spec.kv_dtype is not None or spec.attention_chunk is not None:
             return False
         supported = self._has_kernel and spec.head_size in _KERNEL_HEAD_SIZES and spec.block_size % 16 == 0
@@ -112,9 +112,10 @@ class CpuAttention(Attention):
         return supported
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replace non-finite numbers in place by one operation; more would cost percents of a small model's step.
+        """Replace non-finite numbers in place with one operation; more would slow a small model's steps by a few
+        percent.
 
-        Large finite numbers may stay, since kernels replace scores under masks, and models compute no padding here.
+        Large finite numbers may remain, because kernels overwrite masked scores and models skip padding on this device.
         """
         is_expanded = 0 in tensor.stride()
         return (torch.nan_to_num if is_expanded else torch.nan_to_num_)(tensor, nan=0.0, posinf=0.0, neginf=0.0)
@@ -137,7 +138,7 @@ class CpuAttention(Attention):
         rows = call.plan(("rows", spec.is_causal), lambda: _build_rows(call, spec))
         attended_THD = _attend(query_THD, keys, values, rows, call, spec)
         if call.spans is not None:
-            # Attend again with the spans as rows, whose queries see all of their keys.
+            # Attend again, using the spans as rows whose queries attend to all of the span's keys.
             assert call.spans.rows is not None
             of_spans = call.spans.rows
             index_T, spans = call.plan("spans", lambda: _build_span_rows(of_spans, call, rows.query_starts))
@@ -162,7 +163,7 @@ class CpuWeights(Weights):
         cpu_linear.repack(model, dropped=dropped)
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Log the copies of weights, which were packed while they were loaded (devices/cpu/platform.py)."""
+        """Log the weight copies that were packed while the model was loaded (devices/cpu/platform.py)."""
         cpu_linear.log_copies(model)
 
 
@@ -173,18 +174,18 @@ def _split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Rows(NamedTuple):
-    """Rows as the kernel takes them, int32. Some may have no queries."""
+    """Rows in the kernel's format, int32. Some rows may have no queries."""
 
     query_starts: torch.Tensor
-    """Where each row's queries begin, and where the last row's end."""
+    """The start of each row's queries, followed by the end of the last row's queries."""
     key_ends: torch.Tensor
     tables: torch.Tensor
     is_causal: bool = True
-    """If not, each query sees all keys; under a window, as many later ones as earlier ones."""
+    """If False, each query attends to all keys or, with a window, to equally many earlier and later keys."""
 
 
 def _build_rows(call: AttentionCall, spec: AttentionLayerSpec) -> _Rows:
-    if call.packed is None:  # all tokens are real, or none
+    if call.packed is None:  # either all tokens or no tokens are real
         starts = torch.arange(call.num_rows + 1, dtype=torch.int32) * call.num_queries
         return _Rows(starts, call.starts_B + call.num_queries, call.block_table_BW, spec.is_causal)
     counts_B = call.packed.num_real_B
@@ -192,7 +193,7 @@ def _build_rows(call: AttentionCall, spec: AttentionLayerSpec) -> _Rows:
 
 
 def _build_span_rows(spans: SpanRows, call: AttentionCall, query_starts: torch.Tensor) -> tuple[torch.Tensor, _Rows]:
-    """Return the indices (int64) of queries inside spans, and the spans as rows of these queries alone."""
+    """Return the int64 indices of the queries inside spans, and the spans as rows that contain only these queries."""
     rows_S, firsts_S, lasts_S = spans
     first_queries_S = torch.maximum(firsts_S, call.starts_B.index_select(0, rows_S))
     counts_S = lasts_S + 1 - first_queries_S
@@ -216,7 +217,7 @@ def _attend(
 ) -> torch.Tensor:
     sinks_H = spec.sinks_H
     if sinks_H is not None and sinks_H.dtype != torch.bfloat16:
-        sinks_H = sinks_H.float()  # the kernel supports bfloat16 and float32
+        sinks_H = sinks_H.float()  # the kernel supports only bfloat16 and float32
     schedule = call.plan((spec, "schedule", rows.is_causal), lambda: _make_schedule(rows, spec))
     out_THD = query_THD.new_empty(query_THD.shape)
     vllm_ops.cpu_attention_with_kv_cache(
@@ -259,5 +260,5 @@ def _get_window(spec: AttentionLayerSpec) -> int:
 
 
 def _choose_instruction_set(spec: AttentionLayerSpec) -> str:
-    """Return vLLM's choice of vector instructions for this layer."""
+    """Return the vector instruction set that vLLM chooses for this layer."""
     return choose_instruction_set(spec.dtype, spec.block_size, spec.head_size)

@@ -1,4 +1,4 @@
-"""Collectives between CPU ranks: vLLM's over shared memory or gloo, and those that they lack."""
+"""Collectives between CPU ranks: vLLM's own over shared memory or gloo, and token exchange, which vLLM lacks."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from vllm_gaudi_spec.upstream.distributed import CpuCommunicator
 
 
 class CpuSpecCommunicator(EvenExchange, CpuCommunicator):
-    """vLLM's communicator with the exchange of `EvenExchange`."""
+    """vLLM's communicator with the token exchange from `EvenExchange`."""

@@ -1,11 +1,11 @@
-"""Decides whether the engine process may be forked, which starts in half the time: a spawned one imports vLLM again.
+"""Decides whether to fork the engine process, which halves its start time: a spawned process imports vLLM again.
 
 GNU OpenMP does not survive a fork once its threads exist: the child's first parallel loop waits for threads that it
-does not have. Nothing shows from outside whether they exist, so a child is forked and asked to compute.
+does not have. Their existence cannot be detected from outside, so a child is forked and asked to compute.
 
-Intel's OpenMP survives a fork, and binds the first thread of the child to the first core. That is faster for a single
-rank; several ranks would take turns on that core and are spawned. A forked process has its parent's libraries, so an
-engine of `LLM(...)` uses Intel's OpenMP only if its script was started with it, or if it is spawned.
+Intel's OpenMP survives a fork, and binds the child's first thread to the first core. This is faster for a single rank;
+several ranks would compete for that core and are spawned instead. A forked process keeps its parent's libraries. An
+`LLM(...)` engine therefore uses Intel's OpenMP only if its script was started with it, or if it is spawned.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 _PATIENCE_S = 2.0
-# Large enough for torch to split it over threads.
+# Large enough for torch to split the work across threads.
 _ELEMENTS = 1 << 20
 
 _has_threads = False
-"""Whether a child waited in vain. OpenMP's threads live as long as the process, so later children would as well."""
+"""Whether a child timed out. OpenMP's threads live as long as the process, so later children would time out too."""
 
 
 def start_method(num_ranks: int) -> str:
@@ -42,7 +42,7 @@ def start_method(num_ranks: int) -> str:
 
 
 def _has_intels_openmp() -> bool:
-    """Whether this process, and so a forked one, has loaded Intel's OpenMP."""
+    """Whether Intel's OpenMP is loaded in this process, and would therefore be in a forked one."""
     return hasattr(ctypes.CDLL(None), "kmp_get_blocktime")
 
 

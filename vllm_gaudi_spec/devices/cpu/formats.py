@@ -1,7 +1,7 @@
-"""Finds out which weight formats this CPU computes with, by trying a small layer of each before anything is loaded.
+"""Determines which weight formats this CPU supports by trying a small layer in each format before loading anything.
 
-vLLM chooses kernels while it makes the layers, and misses some only in the first forward: its build for CPUs with
-AVX-512 has more than the one for AVX2, and no table lists which.
+vLLM chooses kernels while it creates layers, and does not notice some missing kernels until the first forward pass: its
+AVX-512 CPU build has more kernels than its AVX2 build, and no table lists them.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# vLLM's parameters ask for their rank in a group, and there are no groups yet.
+# vLLM's parameters ask for their rank in a group, but no groups exist yet.
 _ALONE = SimpleNamespace(rank_in_group=0, world_size=1)
 # A multiple of every format's group and block sizes.
 _SIZE = 256
-# Layers that nearly every model has, if the checkpoint is not on this machine.
+# Layers that nearly every model has, for use when the checkpoint is not on this machine.
 _LAYERS = ("model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj")
-# Suffixes of tensor names of layers with quantized weights.
+# Suffixes of tensor names in layers with quantized weights.
 _QUANTIZED = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight")
 
 
 def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
-    """Implement `Weights.missing_kernel`. A slow kernel counts only if the user asked for the format."""
+    """Implement `Weights.missing_kernel`. A slow kernel is accepted only if the user asked for the format."""
     from vllm_gaudi_spec.upstream.cpu_kernels import has_expert_kernels  # imports vLLM's layers
 
     takes_slow = Options.from_vllm(vllm_config).weight_kernels == NATIVE or not described(model)
@@ -46,7 +46,7 @@ def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
         try:
             with called:
                 _compute(vllm_config, model, name)
-        except Exception as error:  # a missing kernel may raise anything
+        except Exception as error:  # a missing kernel may raise any exception
             logger.debug("Layer %s of %s was tried:", name, model.model, exc_info=True)
             reason = str(error).strip().splitlines()
             return f"for which vLLM has no kernel on this CPU ({reason[0] if reason else type(error).__name__})"
@@ -56,7 +56,7 @@ def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
 
 
 class _Called(TorchDispatchMode):
-    """Records which of torch's operations are called."""
+    """Records which torch operations are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,29 +68,28 @@ class _Called(TorchDispatchMode):
 
 
 def _find_slow_product(names: set[str]) -> str | None:
-    """Return an operation among these for which the CPU has no instructions, though it can compute it."""
-    # Torch's `_scaled_mm` (aten/src/ATen/native/Blas.cpp) leaves FP8 to oneDNN on CPUs with AMX, and oneDNN 3.12 has a
-    # kernel from AMX-FP16 on (`check_isa_with_datatype` in src/cpu/x64/matmul/brgemm_matmul_utils.cpp; AVX10.2, its
-    # other condition, is only reached with AMX). Elsewhere both copy the operands: on AVX2 a product took 10 to 70
-    # times as long as in float32, with AMX but not AMX-FP16 40 to 80 times.
+    """Return an operation among `names` that the CPU can compute but lacks instructions for, or None."""
+    # Torch's `_scaled_mm` (aten/src/ATen/native/Blas.cpp) leaves FP8 to oneDNN on CPUs with AMX. oneDNN 3.12 has a
+    # kernel for AMX-FP16 and later (`check_isa_with_datatype` in src/cpu/x64/matmul/brgemm_matmul_utils.cpp; its
+    # AVX10.2 condition is reached only with AMX). Otherwise, torch and oneDNN copy the operands: a product took 10 to
+    # 70 times as long as in float32 on AVX2, and 40 to 80 times with AMX but without AMX-FP16.
     if "aten._scaled_mm" in names and not torch.cpu._is_amx_fp16_supported():
         return "torch's product of FP8"
-    # The same function of oneDNN requires AVX-512, or AVX2 with VNNI, which torch cannot report. On AVX2 alone a
-    # product took 7 to 17 times as long as in float32 for one row, and 2 to 5 times for 4.
+    # The same oneDNN function requires AVX-512, or AVX2 with VNNI, which torch cannot report. On AVX2 alone, a product
+    # took 7 to 17 times as long as in float32 for one row, and 2 to 5 times for four rows.
     if "_C.onednn_scaled_mm" in names and not torch.cpu._is_avx512_supported():
         return "oneDNN's product of int8"
     return None
 
 
 def _find_quantized_layers(folder: Path) -> tuple[str, ...]:
-    """Return the first quantized layer of attention and the first other one, from a folder's first file that has
-    any."""
+    """Return the first quantized attention layer and the first other quantized layer in the first file that has any."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, "pt") as opened:
                 names = sorted(opened.keys())
         except (OSError, SafetensorError):
-            continue  # has a refusal of its own
+            continue  # another check rejects unreadable files
         layers = [name.rpartition(".")[0] for name in names if name.endswith(_QUANTIZED)]
         kinds = {"attn" in layer: layer for layer in reversed(layers) if ".experts." not in layer}
         if kinds:
@@ -100,7 +99,7 @@ def _find_quantized_layers(folder: Path) -> tuple[str, ...]:
 
 @torch.inference_mode()
 def _compute(vllm_config: VllmConfig, model: ModelConfig, name: str) -> None:
-    """Multiply once with a layer of zeros."""
+    """Run one product with an all-zero layer."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
     from vllm_gaudi_spec.upstream.layers import ReplicatedLinear

@@ -1,6 +1,6 @@
-"""vLLM's C++ norms, its rotary embedding and a gated activation, in place of vLLM's layers for the CPU.
+"""Replaces vLLM's CPU layers with vLLM's own C++ norms and rotary embedding, and with a gated activation.
 
-Importing this module registers them.
+Importing this module registers the replacements.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from vllm_gaudi_spec.upstream.layers import RotaryEmbedding, SiluAndMul
 PROVIDER = "vgs_cpu"
 
 
-# vLLM leaves norms to its compiler, and so never calls its kernels in eager steps. One call takes 4 us instead of 34 us
-# for seven small tensor operations, and a step of a 30-layer model has 61.
+# vLLM leaves norms to its compiler and never calls its kernels in eager steps. One call takes 4 us, compared with 34 us
+# for seven small tensor operations, and a step of a 30-layer model has 61 norms.
 def _norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
     out = torch.empty_like(x)
     torch.ops._C.rms_norm(out, x, weight, epsilon)
@@ -40,11 +40,11 @@ layers.register_norms(
 
 
 class _ContiguousHeads:
-    """Mixin for vLLM's classes that rotate queries and keys as `RotaryEmbedding` does.
+    """Mixin for vLLM classes that rotate queries and keys in the same way as `RotaryEmbedding`.
 
-    The kernel (csrc/cpu/pos_encoding.cpp of vLLM 0.32) takes the size of the last dimension as all heads of a token,
-    and the stride before it as the distance between tokens. Given queries [T, H, D], as LFM2 passes them, it rotates
-    the wrong numbers by the wrong positions without an error, and vLLM's own CPU platform returns wrong text.
+    The kernel (csrc/cpu/pos_encoding.cpp in vLLM 0.32) assumes that the last dimension holds all of a token's heads,
+    and that the stride before it separates tokens. Given queries [T, H, D], as LFM2 passes them, it silently rotates
+    the wrong numbers by the wrong positions, and vLLM's own CPU platform returns wrong text.
     """
 
     def forward_cpu(
@@ -60,11 +60,11 @@ layers.register_rotary_class("Cpu", _ContiguousHeads, RotaryEmbedding)
 
 @SiluAndMul.register_oot
 class CpuSiluAndMul(SiluAndMul):
-    """The gated activation in one tensor.
+    """The gated activation with a single temporary tensor.
 
-    vLLM's version makes two. For a prompt these are large and new to the process each time, and their page faults cost
-    more than the product: 1,024 tokens of 4,864 took 8.9 ms on one thread, against 6.7 ms with one tensor, and 16.7 ms
-    by vLLM's C++ kernel.
+    vLLM's version creates two. For a prompt, these are large and newly mapped every time, and their page faults cost
+    more than the product: 1,024 tokens of 4,864 took 8.9 ms on one thread, compared with 6.7 ms with one tensor, and
+    16.7 ms with vLLM's C++ kernel.
     """
 
     def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:

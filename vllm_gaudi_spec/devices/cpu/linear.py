@@ -1,9 +1,10 @@
-"""Linear layers on the CPU: the format in which a weight is kept, and the library kernel that multiplies with it.
+"""Linear layers on the CPU: each weight's storage format, and the library kernel that multiplies by it.
 
-A step of few tokens reads every weight once, so its cost is what it reads. Weights of bfloat16 and float16 checkpoints
-are exact in float16, up to a power of two for the whole matrix, and FBGEMM multiplies float32 activations with float16
-weights: half the bytes, and no additional rounding. Such a copy serves steps of few tokens. Steps of many tokens are
-bound by arithmetic, where oneDNN's float32 kernel is faster (benchmarks/results/small_gemm_cpu.json).
+A step with few tokens reads every weight once, and its cost depends on the bytes read. Weights from bfloat16 and
+float16 checkpoints are exact in float16, up to a power of two for the whole matrix, and FBGEMM multiplies float32
+activations by float16 weights, which halves the bytes and adds no rounding. Steps with few tokens use such a copy.
+Steps with many tokens are compute-bound, and oneDNN's float32 kernel is faster for them
+(benchmarks/results/small_gemm_cpu.json).
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ from vllm_gaudi_spec.upstream.layers import LinearBase, ParallelLMHead, VocabPar
 
 logger = init_logger(__name__)
 
-# Up to this many rows the float16 kernel is faster, with AVX2 and with AVX-512.
+# Up to this many rows, the float16 kernel is faster, both with AVX2 and with AVX-512.
 FEW_ROWS = 24
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Called as vLLM does: input, the layer's weight (empty if it was packed), bias."""
+"""Takes the same arguments as in vLLM: input, the layer's weight (empty if it was packed), bias."""
 
 
 @dataclass(frozen=True, slots=True)
 class Float16Linear:
     packed: Any
     scale: float | None
-    """A power of two; None for 1."""
+    """A power of two; None means 1."""
     nbytes: int
 
     @classmethod
     def of(cls, weight_NK: torch.Tensor, scale: float) -> Float16Linear:
-        """Convert a weight divided by `scale`, rounding what float16 cannot represent."""
+        """Convert a weight divided by `scale`, rounding values that float16 cannot represent."""
         scaled_NK = weight_NK if scale == 1 else weight_NK / scale
         packed = torch.ops.quantized.linear_prepack_fp16(scaled_NK, None)
         return cls(packed, None if scale == 1 else scale, weight_NK.numel() * 2)
 
     @classmethod
     def exact(cls, weight_NK: torch.Tensor) -> Float16Linear | None:
-        """Convert a weight without rounding; None if float16 cannot represent it, or has no kernel."""
+        """Convert a weight without rounding; return None if float16 cannot represent it or has no kernel."""
         scale = _find_exact_scale(weight_NK) if has_float16_kernel() else None
         return None if scale is None else cls.of(weight_NK, scale)
 
@@ -69,11 +70,11 @@ class ByRows:
 
 
 class Float32Logits:
-    """An output matrix in bfloat16 or float16, multiplied into float32 logits.
+    """A bfloat16 or float16 output matrix that produces float32 logits.
 
-    A 16-bit kernel would round logits to steps of up to 0.125, so that the two best tokens are often equal. Few rows
-    read an exact float16 copy. For many rows, slices of the weight are converted to float32 one after another; oneDNN
-    may multiply them in bfloat16, which is exact for numbers that were bfloat16 before.
+    A 16-bit kernel would round logits to steps of up to 0.125, often making the two best tokens equal. For few rows, an
+    exact float16 copy is used. For many rows, slices of the weight are converted to float32 one after another; oneDNN
+    may multiply them in bfloat16, which is exact for numbers that were originally bfloat16.
     """
 
     def __init__(self, weight_NK: torch.Tensor) -> None:
@@ -90,13 +91,13 @@ class Float32Logits:
         return out if bias is None else out.add_(bias)
 
 
-# Numbers of a weight converted at a time; larger slices do not stay in a core's cache.
+# The number of weight elements converted at a time; larger slices do not stay in a core's cache.
 _SLICE_NUMBERS = 1 << 22
 
 
 @contextmanager
 def _fast_float32(dtype: torch.dtype) -> Iterator[None]:
-    """Let oneDNN convert float32 operands that hold numbers of `dtype` to bfloat16, if that is exact."""
+    """Let oneDNN convert float32 operands that hold `dtype` values to bfloat16, if the conversion is exact."""
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     if dtype == torch.bfloat16:
@@ -112,13 +113,13 @@ def _is_float16(weight: torch.Tensor) -> bool:
 
 
 def _choose_power_of_two(weight: torch.Tensor) -> float:
-    """Return the power of two that scales a matrix's largest number to just below float16's."""
+    """Return the power of two that scales a matrix's largest number to just below float16's maximum."""
     _, exponent = torch.frexp(weight.abs().amax())
     return 2.0 ** (int(exponent) - 15)
 
 
 def _find_exact_scale(weight: torch.Tensor) -> float | None:
-    """Return the power of two by which a matrix must be divided to be exact in float16; None if there is none."""
+    """Return the power of two that makes a matrix exact in float16 after division by it; None if there is none."""
     if _is_float16(weight):
         return 1.0
     scale = _choose_power_of_two(weight)
@@ -137,11 +138,11 @@ def refuse_missing_kernel(options: Options) -> None:
 
 
 _LINEAR = "gaudi_spec_linear"
-"""Attribute of a weight that two layers share: its `Linear`. The weight does not change after that."""
+"""The attribute that stores the `Linear` on a weight shared by two layers. The weight does not change afterwards."""
 
 
 def _choose_on_first_call(make: Callable[[], Linear]) -> Linear:
-    """Defer the choice for embedding tables, with which most models never multiply."""
+    """Defer the kernel choice for embedding tables, which most models never use as a matrix."""
     chosen = cache(make)
     return lambda x, weight, bias: chosen()(x, weight, bias)
 
@@ -149,15 +150,15 @@ def _choose_on_first_call(make: Callable[[], Linear]) -> Linear:
 class _State:
     keeps_weights = False
     num_threads: int | None = None
-    """Torch's number of threads when this process packed its first weight."""
+    """Torch's thread count when this process packed its first weight."""
 
 
 def _keep_num_threads() -> None:
-    """Pack each weight under the number of threads of the first one.
+    """Reset torch's thread count to the count under which the first weight was packed.
 
-    oneDNN chooses a packed layout by that number, and vLLM's wrapper caches compiled kernels only by the weight's
-    shape, for the whole process: a second weight of the same shape in another layout would be read as noise. An engine
-    with several ranks sets the number to one in the process that makes it, and another engine may follow there.
+    oneDNN chooses a packed layout based on the thread count, whereas vLLM's wrapper caches compiled kernels by weight
+    shape alone, for the whole process: a second weight with the same shape but another layout would be read as noise. A
+    multi-rank engine sets the count to one in the process that creates it, which may later create another engine.
     """
     found = torch.get_num_threads()
     if _State.num_threads is None:
@@ -174,7 +175,7 @@ def _keep_num_threads() -> None:
 
 @contextmanager
 def keep_unpacked() -> Iterator[None]:
-    """Keep the weights of models loaded in this context as they are, for later conversion."""
+    """Leave the weights of models loaded in this context unpacked, for later conversion."""
     _State.keeps_weights = True
     try:
         yield
@@ -183,9 +184,9 @@ def keep_unpacked() -> Iterator[None]:
 
 
 def pack(original: Callable[..., None], layer: LinearBase | VocabParallelEmbedding, remove_weight: bool) -> None:
-    """Choose the kernel for a layer that was just loaded, in place of vLLM's choice `original`.
+    """Choose the kernel for a newly loaded layer, in place of vLLM's function `original`.
 
-    With `remove_weight` nothing else reads the weight. Embedding tables keep theirs for looking up tokens.
+    With `remove_weight`, nothing else reads the weight. Embedding tables keep their weights for token lookup.
     """
     weight = layer.weight
     if _State.keeps_weights:
@@ -234,13 +235,13 @@ def _choose(
 
 
 def repack(model: nn.Module, *, dropped: bool) -> None:
-    """Repack embeddings and output matrices after an update, or free all packed weights if `dropped`.
+    """Repack embeddings and output matrices after an update, or free all packed weights if `dropped` is set.
 
-    vLLM packs the weights that it loads, but not an output matrix that is tied to the embeddings.
+    vLLM packs the weights that it loads, except an output matrix that is tied to the embeddings.
     """
     tables = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
     for layer in tables:
-        vars(layer.weight).pop(_LINEAR, None)  # of all, before one is packed for another too
+        vars(layer.weight).pop(_LINEAR, None)  # clear all tables before packing a shared weight
     for layer in () if dropped else tables:
         layer.quant_method.process_weights_after_loading(layer)
     for module in model.modules() if dropped else ():

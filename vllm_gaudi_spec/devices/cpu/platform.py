@@ -1,4 +1,4 @@
-"""Platform class of the CPU."""
+"""The CPU platform class."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _CPU_RAY_EXECUTOR = "vllm_gaudi_spec.devices.cpu.ray.CpuRayExecutor"
 
 
 class CpuSpecPlatform(SpecPlatform, CpuPlatform):
-    """Platform of the CPU.
+    """The CPU platform.
 
     It derives from vLLM's CPU platform because vLLM checks `is_cpu()` before it packs linear weights for oneDNN, uses
-    its C++ kernels for activations, rotary embedding and MoE, and calls accelerator functions.
+    its C++ kernels for activations, rotary embedding, and MoE, or calls accelerator functions.
     """
 
-    # The operations of a step are too small to benefit from compiled helpers, and Inductor takes seconds.
+    # A step's operations are too small to benefit from compiled helpers, and Inductor takes seconds.
     simple_compile_backend = "eager"
     ray_device_key = "CPU"
 
@@ -68,14 +68,15 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        """No-op: these kernels of vLLM's runner and sampler are not used here.
+        """No-op: the kernels that vLLM overrides here belong to its runner and sampler, which are not used.
 
-        vLLM's search of all modules fails with an AttributeError at llvmlite's functions, which Kimi Linear imports.
+        vLLM's search through all modules fails with an AttributeError on llvmlite's functions, which Kimi Linear
+        imports.
         """
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        # Called by each worker before it loads a model.
+        # Each worker calls this before it loads a model.
         super().import_ir_kernels()
         from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
 
@@ -85,10 +86,10 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
-        # CpuPlatform leaves the block size alone; ours comes from the attention backend.
+        # CpuPlatform does not set the block size; the attention backend determines ours.
         Platform.update_block_size_for_backend.__func__(cls, vllm_config)
 
 
 def _has_native_bfloat16() -> bool:
-    """Whether the CPU has bfloat16 instructions. Without them bfloat16 is emulated and slower than float32."""
+    """Whether the CPU has bfloat16 instructions. Without them, bfloat16 is emulated and slower than float32."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

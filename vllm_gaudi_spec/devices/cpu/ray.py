@@ -1,6 +1,6 @@
-"""Ray executor for ranks on CPUs, on one machine or several.
+"""Ray executor for CPU ranks, on one machine or several.
 
-vLLM's executor counts cards. A rank on a CPU has none, and reserves one CPU of its Ray node however many threads it
+vLLM's executor counts cards. A CPU rank has none; it reserves one CPU on its Ray node, no matter how many threads it
 uses.
 """
 
@@ -15,7 +15,7 @@ from vllm_gaudi_spec.upstream.ray import RayExecutorV2, RayWorkerProc
 
 
 class CpuRayWorker(RayWorkerProc):
-    """A rank on a CPU."""
+    """A CPU rank."""
 
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
         return ray.get_runtime_context().get_node_id(), []

@@ -1,1 +1,1 @@
-"""Intel Gaudi."""
+"""The Intel Gaudi backend."""

@@ -1,6 +1,6 @@
 """Intel Gaudi: steps run as HPU graphs in lazy mode, or compiled by `hpu_backend` in compiled mode.
 
-This has not run on a card so far. The emulated device of `card_emulator/` runs this file as it is, in both modes.
+This backend has not run on a card so far. The emulated device in `card_emulator/` runs this file as is, in both modes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-# Of lazy mode; `assemble` adapts them to compiled mode.
+# These traits describe lazy mode; `assemble` adapts them to compiled mode.
 TRAITS = DeviceTraits(
     name="hpu",
     mode="lazy",
@@ -59,8 +59,8 @@ TRAITS = DeviceTraits(
 )
 
 
-# RuntimeErrors of the bridge, for the memory of a running recipe and for a tensor (vllm-fork#257, #484, and the
-# calibration guide of vllm-gaudi).
+# The bridge raises RuntimeErrors with this message for a running recipe's memory and for a tensor (vllm-fork#257, #484,
+# and vllm-gaudi's calibration guide).
 _ALLOCATION_FAILED = re.compile(r"Allocation (?:of|failed for) size ?::(\d+)")
 
 
@@ -97,7 +97,7 @@ class HpuGraphs(Graphs):
         def run(*args: Any) -> Any:
             tensors, rest = flatten(args)
             key = make_key(tensors, rest)
-            # Work that was issued before must not become a part of this graph.
+            # Previously issued work must not become part of this graph.
             self._bridge.mark_step()
             if graph := graphs.get(key):
                 return graph.unpack_result(tensors, graph(tensors))
@@ -152,7 +152,7 @@ class HpuMemory(StreamMemory):
         super().__init__(_hpu(), TRAITS.torch_device, graphs)
         self._bridge = bridge
         self._pinned: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
-        """Host memory for downloads, kept for reuse because allocating it is a call of the driver."""
+        """Host memory for downloads, kept for reuse because each allocation calls the driver."""
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, KVPair]:
         by_layer = super().allocate_kv(kv_cache_config, layout)
@@ -173,7 +173,7 @@ class HpuMemory(StreamMemory):
     measures_peak = True
 
     def measure_peak(self, run: Callable[[], object]) -> int:
-        # The memory of a running recipe may be of the bridge's pool or of the driver; the larger number is right.
+        # A running recipe's memory may come from the bridge's pool or the driver; the larger number is correct.
         self._runtime.synchronize()
         allocated, free = self._runtime.memory_allocated(), self.free_bytes()
         self._runtime.reset_peak_memory_stats()
@@ -205,11 +205,11 @@ class HpuMemory(StreamMemory):
         self.num_host_syncs += 1
         host = self._take_pinned(tensor)
         if host is None:
-            # The bridge copies to other memory by a callback that no event covers, so old contents could be read.
+            # For unpinned memory, the bridge copies in a callback that no event covers, so stale data could be read.
             arrived = tensor.cpu()
             return lambda: arrived
-        # The next replay may overwrite the results before they are copied, so download a clone, on a stream of its own
-        # as vllm-gaudi does.
+        # The next replay may overwrite the results before they are copied, so download a clone. Like vllm-gaudi, use a
+        # separate stream.
         copy = tensor.clone()
         issued = self._runtime.current_stream()
         with self._runtime.stream(self._downloads):
@@ -220,14 +220,14 @@ class HpuMemory(StreamMemory):
         return partial(self._finish_download, done, host, copy)
 
     def _finish_download(self, done: Any, host: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Wait for a download. The argument `source` keeps the copied tensor alive until then."""
+        """Wait for a download. The `source` argument keeps the copied tensor alive until then."""
         done.synchronize()
         arrived = host.clone()
         self._pinned.setdefault((host.shape, host.dtype), []).append(host)
         return arrived
 
     def _take_pinned(self, like: torch.Tensor) -> torch.Tensor | None:
-        """Return pinned memory for a copy of `like`; None if torch cannot allocate any."""
+        """Return pinned memory for a copy of `like`, or None if torch cannot allocate any."""
         if free := self._pinned.get((like.shape, like.dtype)):
             return free.pop()
         try:
@@ -247,7 +247,7 @@ def _hpu() -> Any:
     return importlib.import_module("habana_frameworks.torch.hpu")
 
 
-# Bytes of one row's mask from which on the fused kernel fails (vllm-gaudi#1749).
+# The mask size in bytes per row at which the fused kernel starts to fail (vllm-gaudi#1749).
 LARGEST_MASK = 2**31
 
 # Models for which the fast softmax is too coarse: vllm-gaudi, extension/features.py (fp32_softmax), vllm-gaudi#831.
@@ -268,14 +268,14 @@ class HpuAttention(PairAttention):
         if call.flat is not None:
             return flat.attend(query_THD, keys, values, call, spec)
         if values is None or not self._can_fuse(spec):
-            # The fused kernel is not documented for the sizes of latent keys.
+            # The fused kernel's documentation does not cover latent key sizes.
             return padded.attend(query_THD, keys, values, call, spec)
         return self._attend_fused(query_THD, keys, values, call, spec)
 
     def _can_fuse(self, spec: AttentionLayerSpec) -> bool:
         """Whether the fused kernel supports a layer.
 
-        ALiBi slopes would need a bias per head of the size of all scores (quirk A23).
+        ALiBi slopes would need a bias per head as large as all of its scores (quirk A23).
         """
         if self._fused_sdpa is None or spec.layer_operations or spec.logits_soft_cap or spec.slopes_H is not None:
             return False
@@ -289,7 +289,7 @@ class HpuAttention(PairAttention):
         call: AttentionCall,
         spec: AttentionLayerSpec,
     ) -> torch.Tensor:
-        """Attend with prompt chunks over everything cached for their rows, including the chunks themselves."""
+        """Attend from prompt chunks to everything cached for their rows, including the chunks themselves."""
         query_BHQD = _split_rows(query_THD, call)
         if call.fresh_kv and _sees_all_before(call, spec):
             keys_BKSD, values_BKSD = (_split_rows(part_TKD, call) for part_TKD in call.fresh_kv)
@@ -311,7 +311,7 @@ class HpuAttention(PairAttention):
                 [self._fused_sdpa.apply(query, keys_BKSD, values_BKSD, part, *rest) for query, part in parts], dim=2
             )
         if sinks and self._bridge.regions is None:
-            self._bridge.mark_step()  # as vllm-gaudi does, for an unpublished reason (quirk A13)
+            self._bridge.mark_step()  # as in vllm-gaudi, for an unpublished reason (quirk A13)
         return attended_BHQD.transpose(1, 2).flatten(0, 1)
 
 
@@ -326,7 +326,7 @@ class HpuWeights(Weights):
 
     @property
     def fp8_range(self) -> str | None:
-        # Asking for the name instead may print lines of the runtime's log.
+        # Querying the name instead may print lines from the runtime's log.
         experimental = importlib.import_module("habana_frameworks.torch.utils.experimental")
         kind = experimental._get_device_type()
         return {
@@ -352,7 +352,7 @@ class HpuWeights(Weights):
             model.to(TRAITS.torch_device)
             _move_plain_tensors(model, TRAITS.torch_device)
         mark_layers(model, self._bridge.mark_step, gaudi_layers_of_a_recipe())
-        # Wait for the copies. Nothing is derived from weights: graphs read them where they are.
+        # Wait for the copies. Nothing is derived from the weights: graphs read them in place.
         self._bridge.mark_step()
         _hpu().synchronize()
 
@@ -360,8 +360,8 @@ class HpuWeights(Weights):
 def mark_layers(model: nn.Module, mark_step: Callable[[], None], every: int) -> None:
     """Break the graph after every `every`-th layer with attention.
 
-    Equal layers are then one recipe, which is compiled once. A whole model as one recipe takes the compiler long and
-    may be too large to run (optimum-habana 1722).
+    Equal layers then share one recipe, which is compiled once. Compiling a whole model as one recipe takes a long time,
+    and the recipe may be too large to run (optimum-habana 1722).
     """
     layers: list[nn.Module] = []
     inside: set[nn.Module] = set()
@@ -379,20 +379,20 @@ def mark_layers(model: nn.Module, mark_step: Callable[[], None], every: int) -> 
 def _move_plain_tensors(model: nn.Module, device: torch.device) -> None:
     """Move tensors that are neither parameters nor buffers, which `Module.to` leaves on the host.
 
-    Modules that share a tensor share it afterwards. INC wants its scales where they are (quirk Q15), and a tensor of
-    no dimensions on the host is part of a graph.
+    Modules that share a tensor still share it afterwards. INC needs its scales on the host (quirk Q15), and a
+    zero-dimensional host tensor is part of a graph.
     """
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
         scales = getattr(module, "scale_members", ())
         for name, tensor in list(vars(module).items()):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.dim() and name not in scales:
-                # Keep the original as well: its id must not be reused meanwhile.
+                # Keep the original alive as well, so that its `id` is not reused in the meantime.
                 setattr(module, name, moved.setdefault(id(tensor), (tensor, tensor.to(device)))[1])
 
 
 def _has_argument(fused: Any, name: str) -> bool:
-    """Whether an operator of the bridge takes an argument. Its class names arguments in `forward`, `apply`, or both."""
+    """Whether a bridge operator takes an argument. Its class names arguments in `forward`, `apply`, or both."""
     functions = (getattr(fused, kind, None) for kind in ("forward", "apply"))
     return any(name in inspect.signature(function).parameters for function in functions if function is not None)
 
@@ -400,7 +400,7 @@ def _has_argument(fused: Any, name: str) -> bool:
 def _passes_sinks_on() -> bool:
     """Whether the bridge passes sinks to the kernel.
 
-    If its flag is off, it drops them without an error (quirk A32).
+    If the corresponding flag is off, the bridge silently drops sinks (quirk A32).
     """
     bridge = importlib.import_module("habana_frameworks.torch.internal.bridge_config")
     flag = getattr(bridge, "get_pt_hpu_enable_fused_sdpa_sink", None)
@@ -413,17 +413,17 @@ def _split_rows(tensor_THD: torch.Tensor, call: AttentionCall) -> torch.Tensor:
 
 
 def _sees_all_before(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
-    """Whether each query sees exactly the chunk's keys up to its own, so that the kernel's causal mode is enough.
+    """Whether each query attends to exactly the chunk's keys up to its own, so that the kernel's causal mode suffices.
 
-    No source shows that mode with sinks.
+    No source shows this mode with sinks.
     """
     reach = min(spec.sliding_window or call.num_queries, spec.attention_chunk or call.num_queries)
     return spec.is_causal and reach >= call.num_queries and call.spans is None and spec.sinks_H is None
 
 
 def _build_mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
-    """Return the mask [B, 1, Q, keys] that is added to scores."""
-    # `where` on Python numbers would be float32, and the mask a converted copy.
+    """Return the mask [B, 1, Q, keys] to add to the scores."""
+    # `where` on Python numbers would produce float32, and the mask would be a converted copy.
     seen, hidden = (
         torch.full((), value, dtype=spec.dtype, device=call.starts_B.device)
         for value in (0.0, torch.finfo(spec.dtype).min)
@@ -432,10 +432,10 @@ def _build_mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
 
 
 def _choose_split(mask: torch.Tensor) -> int:
-    """Return how many queries of a mask [B, 1, Q, keys] to attend with at once.
+    """Return how many queries from a mask [B, 1, Q, keys] to process at once.
 
-    The result is the fewest calls of similar size. The kernel's offsets into the mask have 32 bits, and a row whose
-    mask has 2 GiB comes out as NaN (quirk A30).
+    This minimizes the number of calls and makes them similar in size. The kernel uses 32-bit mask offsets, and a row
+    with a 2 GiB mask produces NaN (quirk A30).
     """
     num_queries, num_keys = mask.shape[-2:]
     at_once = max((LARGEST_MASK - 1) // (num_keys * mask.element_size()), 1)
@@ -443,6 +443,6 @@ def _choose_split(mask: torch.Tensor) -> int:
 
 
 def _read_metric(name: str) -> dict[str, Any]:
-    """Return what the bridge has counted since the process began; empty for builds that do not count it."""
+    """Return the bridge's counts since the process started, or an empty dict if the build does not count them."""
     metric = importlib.import_module("habana_frameworks.torch.hpu.metrics").metric_global(name)
     return {} if metric is None else dict(entry for entry in metric.stats() if len(entry) == 2)

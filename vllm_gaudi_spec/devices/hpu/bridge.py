@@ -1,4 +1,4 @@
-"""Loads `habana_frameworks`, Intel's bridge between torch and a Gaudi, and determines its mode."""
+"""Loads `habana_frameworks`, Intel's bridge between torch and Gaudi, and determines its mode."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Bridge(NamedTuple):
-    """`habana_frameworks.torch` and the mode that it runs in."""
+    """`habana_frameworks.torch` and the mode in which it runs."""
 
     habana: Any
     regions: RegionCompiler | None
-    """The compiler of compiled mode; None in lazy mode."""
+    """The compiler in compiled mode; None in lazy mode."""
     mark_step: Callable[[], None]
     """Ends and launches the pending graph; in compiled mode, ends the region being traced."""
 
@@ -31,8 +31,8 @@ class Bridge(NamedTuple):
 def open_bridge() -> Bridge:
     """Load the bridge without opening the card.
 
-    vLLM's front end makes a backend too, and a card that it opened would not be free for the engine. The import
-    registers `torch.hpu` and the process group "hccl", and reads the environment once.
+    vLLM's front end also creates a backend, and a card that it opened would not be available to the engine. The import
+    registers `torch.hpu` and the "hccl" process group, and reads the environment only once.
     """
     habana, is_lazy = _import_bridge(), gaudi_is_lazy()
     if habana.utils.internal.is_lazy() != is_lazy:
@@ -42,7 +42,7 @@ def open_bridge() -> Bridge:
         )
     if not is_lazy:
         _keep_states_apart()
-    # Functions of vLLM that are decorated with torch.compile are a part of the step.
+    # vLLM functions decorated with torch.compile are part of the step.
     torch.compiler.set_stance("force_eager")
     if is_lazy:
         return Bridge(habana, None, habana.core.mark_step)
@@ -58,7 +58,7 @@ def _import_bridge() -> Any:
             f"device hpu needs habana_frameworks, which comes with Intel's Gaudi image ({error}); set VGS_DEVICE to "
             "hpu-emulated or cpu where there is no Gaudi."
         ) from error
-    except (AssertionError, AttributeError) as error:  # by mismatched versions, and by stock torch in lazy mode
+    except (AssertionError, AttributeError) as error:  # mismatched versions, or stock torch in lazy mode
         advice = (
             "leave PT_HPU_LAZY_MODE unset, or use Intel's image pytorch-installer, whose torch has lazy mode"
             if "lazy" in str(error).lower()
@@ -69,8 +69,7 @@ def _import_bridge() -> Any:
 
 
 def _keep_states_apart() -> None:
-    """Disable input reuse in a bridge that torch loaded by itself, before our default was in the environment (quirk
-    C33)."""
+    """Disable input reuse in a bridge that torch loaded automatically before our default was set (quirk C33)."""
     found: Any = sys.modules.get("habana_frameworks.torch.dynamo.compile_backend.config")
     if INPUT_REUSE.value == "0" and hasattr(found, "enable_synapse_input_reuse"):
         found.enable_synapse_input_reuse = False

@@ -1,4 +1,4 @@
-"""Collectives between Gaudis. In lazy mode each of them ends the graph before it."""
+"""Collectives between Gaudi cards. In lazy mode, each collective ends the graph before it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class HpuCommunicator(EvenExchange):
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         dim %= input_.dim()
-        # Concatenating ranks in the first dimension needs no list of tensors.
+        # Concatenating ranks along the first dimension does not require a list of tensors.
         gathered = input_.new_empty((self.world_size * input_.shape[0], *input_.shape[1:]))
         _end_graph()
         dist.all_gather_into_tensor(gathered, input_.contiguous(), group=self.device_group)

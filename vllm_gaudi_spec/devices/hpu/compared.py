@@ -1,4 +1,4 @@
-"""Models that were compared with transformers in captured graphs of a Gaudi, real or emulated, by mode."""
+"""Models that were compared with transformers in captured graphs on Gaudi, real or emulated, by mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEDIA = {
         "Qwen2_5_VLForConditionalGeneration",
     ),
 }
-"""Classes whose images were compared."""
+"""Classes that were compared on images."""
 
 RECURRENT = {
     "lazy": (

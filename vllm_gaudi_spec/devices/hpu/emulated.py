@@ -19,8 +19,8 @@ from vllm_gaudi_spec.environment import (
     gaudi_is_lazy,
 )
 
-# Before importing the backend, since the emulator provides `habana_frameworks`. If torch has loaded the card by itself,
-# as it loads Habana's bridge, the card has a mode already, which `open_bridge` compares.
+# This must precede the backend import, because the emulator provides `habana_frameworks`. If torch has loaded the card
+# automatically, as it does with Habana's bridge, the card already has a mode, which `open_bridge` checks.
 _card = card_emulator.device()
 card_emulator.install(generation=emulated_generation(), lazy=_card.lazy if _card.installed else gaudi_is_lazy())
 _card.lazy_collectives = gaudi_has_lazy_collectives()
@@ -52,7 +52,7 @@ def make_backend() -> DeviceBackend:
 
 class _Graphs(EmulatedGraphs, hpu.HpuGraphs):
     def num_recipes(self) -> int:
-        # On the emulated card the bridge's metric counts graphs.
+        # On the emulated card, the bridge's metric counts graphs.
         return len(card_emulator.device().graph_recipes)
 
 
@@ -69,5 +69,5 @@ class _Weights(EmulatedWeights, hpu.HpuWeights):
         return nullcontext()
 
     def quantize(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measuring | None:
-        # Intel Neural Compressor needs a real card.
+        # Intel Neural Compressor requires a real card.
         return simulation.apply(model, quant_config, load_context, GaudiArithmetic)

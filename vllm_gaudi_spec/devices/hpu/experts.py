@@ -9,9 +9,9 @@ from vllm_gaudi_spec.devices.common.layers import find_kernel
 from vllm_gaudi_spec.upstream.layers import MoEActivation
 
 # With fewer tokens, reading the weights takes longer than computing with all of them: a Gaudi 2 has 432 TFLOPS in
-# bfloat16 and reads 2.45 TB/s. At batch size 1 the operator was not faster (vllm-gaudi#1733).
+# bfloat16 and reads 2.45 TB/s. At batch size 1, the operator was not faster (vllm-gaudi#1733).
 GAUDI_OPERATOR_FROM = 128
-# The operator's gelu is the tanh form (vllm-gaudi v0.26.0, ops/hpu_fused_moe.py).
+# The operator's gelu uses the tanh approximation (vllm-gaudi v0.26.0, ops/hpu_fused_moe.py).
 _ACTIVATIONS = {MoEActivation.SILU: "silu", MoEActivation.GELU_TANH: "gelu"}
 
 
@@ -19,10 +19,10 @@ def fused() -> Fused | None:
     mixture = find_kernel("torch.ops.hpu", "mixture_of_experts")
 
     def run(call: Call) -> torch.Tensor:
-        """Call the operator as vllm-gaudi does (v0.26.0, extension/ops.py), except for expert ids.
+        """Call the operator as vllm-gaudi does (v0.26.0, extension/ops.py), except for the expert IDs.
 
-        The operator looks weights up by ids, so they count from this rank's first expert (vllm-gaudi#1796).
-        `experts_max` is included.
+        The operator looks up weights by ID, so IDs count from this rank's first expert (vllm-gaudi#1796). `experts_max`
+        is inclusive.
         """
         ids_TK, weights_TK = call.chosen()
         result: torch.Tensor = mixture(
@@ -44,6 +44,6 @@ def fused() -> Fused | None:
 def _takes(call: Call) -> bool:
     """Whether the operator supports a call.
 
-    Biases, which gpt-oss has, are refused: users of a Gaudi 3 with release 1.24 got incoherent text from that form.
+    Biases, which gpt-oss has, are rejected: with them, Gaudi 3 users on release 1.24 got incoherent text.
     """
     return call.activation in _ACTIVATIONS and call.b13_EJ is None and not call.weighs_inputs

@@ -1,7 +1,7 @@
-"""FP8 on a Gaudi: its arithmetic, and Intel Neural Compressor (INC), which quantizes models there.
+"""FP8 on Gaudi: its arithmetic, and Intel Neural Compressor (INC), which quantizes models for it.
 
-The INC part is written from INC's sources and vllm-gaudi's use of them, and has not been run. On the emulated card the
-arithmetic serves the simulation of INC.
+The INC code is based on INC's sources and vllm-gaudi's use of them, and has not been run. On the emulated card, the
+arithmetic is used to simulate INC.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = init_logger(__name__)
 
 
 class GaudiArithmetic:
-    """`quantization.fp8.Arithmetic` by operators of the bridge."""
+    """Implements `quantization.fp8.Arithmetic` with bridge operators."""
 
     matmul = PLAIN.matmul_qk
 
@@ -37,8 +37,8 @@ class GaudiArithmetic:
         self._largest = largest
 
     def cast(self, x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        # Clamp first: it is not published whether the card's cast saturates (quirk Q01), nor which shapes of scales it
-        # supports.
+        # Clamp first: neither the card's saturation behavior in casts nor the scale shapes that it supports are
+        # published (quirk Q01).
         multiplier: torch.Tensor | None = None
         if inverse.dim() > 1:
             x = (x.float() * inverse).clamp(-self._largest, self._largest)
@@ -79,7 +79,7 @@ class Measured:
     reads_logits = False
 
     def __init__(self, inc: Any, model: nn.Module, stem: Path) -> None:
-        """`stem` is the common beginning of the names of INC's files."""
+        """Initialize the measurement. `stem` is the common prefix of INC's file names."""
         self._inc, self._model, self._stem = inc, model, stem
 
     def counting(self, real_T: torch.Tensor) -> AbstractContextManager[None]:
@@ -87,13 +87,13 @@ class Measured:
 
     def write(self) -> None:
         self._inc.finalize_calibration(self._model)
-        # INC has one list for all models of a process. It sets this attribute on modules that it measures.
+        # INC has one list for all models in a process. It sets this attribute on modules that it measures.
         measured = [name for name, module in self._model.named_modules() if getattr(module, "_mod_extra_config", None)]
         files.write_looked_at(self._stem, [name.replace("_orig_mod.", "") for name in measured])
 
 
 def apply(model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measured | None:
-    """Measure or quantize a model, as `Weights.quantize` does."""
+    """Implement `Weights.quantize`, which measures or quantizes a model."""
     inc = _import(quant_config)
     with _exclude_modules(model, quant_config, load_context) as path:
         (inc.prepare if quant_config.measures else inc.convert)(model, inc.FP8Config.from_json_file(path))
@@ -123,7 +123,7 @@ def _import(quant_config: QuantConfig) -> Any:
 
 @contextmanager
 def _exclude_modules(model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Iterator[str]:
-    """Yield the path of the user's file, or of a copy that also blocks the modules of `LoadContext.apart`."""
+    """Yield the path to the user's file, or to a copy that also blocks the modules in `LoadContext.apart`."""
     apart = [name for name, module in model.named_modules() if name and module in load_context.apart]
     if not apart:
         yield quant_config.path

@@ -1,6 +1,6 @@
-"""Gaudi's fused norms, rotary embeddings and experts, and scaled logits, in place of vLLM's layers.
+"""Replaces vLLM's layers with Gaudi's fused norms, rotary embeddings, and experts, and with scaled logits.
 
-Importing this module registers them.
+Importing this module registers the replacements.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ experts.register(hpu_experts.fused())
 class HpuLogitsProcessor(LogitsProcessor):
     """Scales logits, as Granite and Cohere do, without writing through a view.
 
-    vLLM scales in place, in a view without the padding of the vocabulary, and a captured graph on a Gaudi cannot write
-    through views (quirk L06).
+    vLLM scales in place, in a view without the vocabulary padding, and a captured graph on Gaudi cannot write through
+    views (quirk L06).
     """
 
     def forward(
@@ -72,7 +72,7 @@ class HpuLogitsProcessor(LogitsProcessor):
         embedding_bias: torch.Tensor | None = None,
         skip_gather: bool = False,
     ) -> torch.Tensor | None:
-        # No `super()`: with LoRA `self` is a wrapper of another class.
+        # Do not call `super()`: with LoRA, `self` is a wrapper of another class.
         if self.logits_as_input:
             logits: torch.Tensor | None = hidden_states
         else:

@@ -1,4 +1,4 @@
-"""Platform class of Gaudis, real or emulated."""
+"""Platform class for Gaudi cards, real or emulated."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class HpuSpecPlatform(CapturingPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         set_gaudi_defaults()
-        gaudi_memory_reserve()  # these two refuse unknown values
+        gaudi_memory_reserve()  # these two calls reject unknown values
         gaudi_layers_of_a_recipe()
         _refuse_float16(vllm_config)
         super().check_and_update_config(vllm_config)
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """No-op: the environment chooses the only card of a process."""
+        """No-op: the environment selects the process's only card."""
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:
@@ -49,10 +49,10 @@ class HpuSpecPlatform(CapturingPlatform):
 
 
 def _refuse_float16(vllm_config: VllmConfig) -> None:
-    """Refuse float16 if the user sets it; otherwise vLLM chooses a supported dtype for a float16 checkpoint.
+    """Reject float16 if the user sets it; otherwise vLLM chooses a supported dtype for a float16 checkpoint.
 
-    Kernels of a Gaudi do not take it (quirk S17). Its lowest number, added to a score, does not mask every key, on
-    which the self-test fails.
+    Gaudi kernels do not support float16 (quirk S17). The self-test fails in float16, because float16's lowest number,
+    added to a score, does not mask every key.
     """
     model = vllm_config.model_config
     if model is not None and model.dtype == torch.float16:
