@@ -1,1 +1,1 @@
-"""NVIDIA GPUs, as a reference."""
+"""The NVIDIA GPU backend, which serves as a reference."""

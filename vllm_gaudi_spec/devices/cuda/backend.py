@@ -18,13 +18,13 @@ from vllm_gaudi_spec.devices.cuda.fp8 import CudaArithmetic
 
 
 def make_backend() -> DeviceBackend:
-    # vLLM's front end makes a backend too and must not open the card; these checks do not.
+    # vLLM's front end also creates a backend and must not open the card; these checks do not open it.
     if not torch.cuda.is_available() or find_spec("triton") is None:
         raise UnsupportedConfigError(
             "VGS_DEVICE=cuda needs an NVIDIA GPU, a torch built for it and Triton, which torch "
             f"{torch.__version__} here does not have; set VGS_DEVICE to cpu or hpu-emulated."
         )
-    # Without a number this is the process's one card (`Platform.set_device`).
+    # Without an index, this is the process's only card (`Platform.set_device`).
     device = torch.device("cuda")
     traits = DeviceTraits(
         name="cuda",
@@ -39,9 +39,9 @@ def make_backend() -> DeviceBackend:
         decode_parts=2,
         prefill_step=128,
         prefill_rows=(1, 2, 4, 8, 16),
-        slice_tokens=32,  # more than `few_queries` takes, which reads a row's new keys from the projection alone
+        slice_tokens=32,  # above the limit of `few_queries`, which reads a row's new keys only from the projection
     )
-    # Imported late, here and below: these modules need Triton.
+    # Import these modules late, here and below, because they need Triton.
     from vllm_gaudi_spec.devices.cuda.row_kernels import ROW_OPERATIONS
     from vllm_gaudi_spec.devices.cuda.rules import RULES
 
@@ -63,9 +63,9 @@ class CudaWeights(Weights):
     fp8_range = GAUDI3  # the range of every e4m3 number
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Replace the methods of linear layers and the forwards of decoder layers, whose weights stay where they are.
+        """Replace the methods of linear layers and the forward methods of decoder layers. Weights stay where they are.
 
-        Keep float32 products exact, as they are on every other device.
+        Keep float32 products exact, as on every other device.
         """
         from vllm_gaudi_spec.devices.cuda import decoder, linear
 
@@ -79,12 +79,12 @@ class CudaAttention(PairAttention):
     def reads_slices(self, spec: AttentionLayerSpec) -> bool:
         from vllm_gaudi_spec.devices.cuda import prompts
 
-        # In other kernels a row reads all keys for itself, which matters less in float32, for exact comparisons.
+        # Other kernels read all keys separately for each row. This matters less in float32, for exact comparisons.
         has_kernel = spec.value_size is None and not _needs_plain_torch(spec)
         return has_kernel and (spec.dtype == torch.float32 or prompts.supports(spec))
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor itself: the kernel that writes it also makes it finite."""
+        """Return the tensor unchanged, because the kernel that writes it also makes it finite."""
         return tensor
 
     def write_kv(
@@ -116,5 +116,5 @@ class CudaAttention(PairAttention):
 
 
 def _needs_plain_torch(spec: AttentionLayerSpec) -> bool:
-    """Whether a layer has chunks, sinks or slopes, which the kernel does not support."""
+    """Whether a layer has attention chunks, sinks, or slopes, which the kernel does not support."""
     return spec.attention_chunk is not None or spec.sinks_H is not None or spec.slopes_H is not None

@@ -1,10 +1,10 @@
-"""Runs decoder layers of Llama's form in fewer kernels.
+"""Runs Llama-style decoder layers in fewer kernels.
 
-A norm is computed in the linear layer that reads it, the gated activation in the one before it, and rotary embedding
-and KV writes in attention.
+Each norm is computed in the linear layer that reads it, each gated activation in the linear layer before it, and rotary
+embedding and KV writes in attention.
 
-A layer is recognized by its class's forward and runs as that forward does, except that the inputs of its attention and
-MLP may not be normed yet: both pass them to a linear layer first, and use them for nothing else.
+A layer is recognized by its class's forward method and runs in the same way, except that its attention and MLP may
+receive inputs that are not yet normalized: both pass their inputs only to a linear layer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _States = tuple["torch.Tensor", "torch.Tensor"]
 
 
 def install(model: nn.Module) -> None:
-    """Replace the forwards of a model's decoder layers, after `linear.install`."""
+    """Replace the forward methods of a model's decoder layers. Call this after `linear.install`."""
     for module in model.modules():
         forward = type(module).forward
         if forward in _MLPS and isinstance(module.act_fn, SiluAndMul):
@@ -58,12 +58,12 @@ def _turns_halves(rotary: Any) -> bool:
 
 
 def _takes(layer: Any) -> bool:
-    """Whether a layer's norms may be left to the linear layers that read them."""
+    """Whether the linear layers that read a layer's norms may compute them."""
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
     return (
         type(layer.self_attn).forward in _ATTENTIONS
         and type(layer.mlp).forward in _MLPS
-        # The first layer of an EAGLE head has no norm before its attention.
+        # The first layer in an EAGLE head has no norm before its attention.
         and all(isinstance(norm, RMSNorm) and norm.has_weight for norm in norms)
         and all(norm.variance_size_override is None for norm in norms)
         and layer.input_layernorm.weight.shape[0] <= linear.MOST_NORMED

@@ -1,4 +1,4 @@
-"""torch's grouped product for mixtures of experts."""
+"""Torch's grouped product for mixtures of experts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from vllm_gaudi_spec.devices.common.experts import Call, Fused, grouped
 from vllm_gaudi_spec.devices.common.layers import find_kernel
 
 _WITH_KERNEL = (9, 10)
-"""Major versions of the compute capability (torch 2.11 and 2.13, GroupedBlas.cpp)."""
-# Measured on an H100 (benchmarks/results/experts.json). Sorting and restoring the order take as long as reading this
-# many bytes of weights. Multiplying this many tokens by every expert takes as long as reading the weights once more.
+"""Major compute capability versions for which torch has a kernel (torch 2.11 and 2.13, GroupedBlas.cpp)."""
+# Measurements on an H100 (benchmarks/results/experts.json): sorting and restoring the order takes as long as reading
+# this many bytes of weights. Multiplying this many tokens by every expert takes as long as reading the weights again.
 _BYTES_OF_SORTING = 270e6
 _TOKENS_OF_READING = 400
 _FEWEST_BYTES = 400e6
-"""Bytes of the weights of the layer that was measured; smaller layers count as this one."""
+"""The size of the measured layer's weights in bytes; smaller layers are treated as this large."""
 
 
 def fused() -> Fused | None:
@@ -34,9 +34,9 @@ def _serves(call: Call) -> bool:
 
 
 def _is_faster(call: Call) -> bool:
-    """Whether this is faster than every expert for every token.
+    """Whether the grouped product is faster than sending every token through every expert.
 
-    It reads only the experts that tokens choose, which are nearly all experts if there are many tokens.
+    It reads only the experts that tokens choose, but with many tokens these are nearly all of the experts.
     """
     num_tokens, num_experts = call.weights_TE.shape
     sorting = _BYTES_OF_SORTING / max(call.w13_EJH.nbytes + call.w2_EHI.nbytes, _FEWEST_BYTES)
@@ -45,9 +45,9 @@ def _is_faster(call: Call) -> bool:
 
 
 def _takes(call: Call) -> bool:
-    """Whether torch has a kernel for a call, whose rows start at multiples of 16 bytes.
+    """Whether torch has a kernel for a call; it requires rows to start at multiples of 16 bytes.
 
-    Without one it reads the counts on the host, which a captured graph cannot.
+    Without a kernel, torch reads the counts on the host, which a captured graph cannot do.
     """
     x, rows = call.x_TH, (call.w13_EJH, call.w2_EHI)
     if x.dtype != torch.bfloat16 or not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] not in _WITH_KERNEL:

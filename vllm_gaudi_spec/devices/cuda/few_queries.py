@@ -1,13 +1,13 @@
-"""A layer's attention in one Triton kernel for rows with few queries: decodes, verify steps and drafts.
+"""A layer's attention in one Triton kernel for rows with few queries: decodes, verify steps, and drafts.
 
-The kernel rotates queries and keys, writes keys and values, attends, and combines the parts of several instances.
-Earlier keys are read from the cache and new ones from the projection, so that no instance waits for another's write. An
-instance reads its first keys before the kernel ahead has ended. They are from an earlier forward, and between two
-forwards there are kernels that do not start early, such as the lookup of embeddings; the same holds for the tensors
-that describe the call.
+The kernel rotates queries and keys, writes keys and values, attends, and combines results from several instances. It
+reads earlier keys from the cache and new keys from the projection, so that no instance waits for another one's write.
+An instance reads its first keys before the preceding kernel has finished. This is safe because those keys are from an
+earlier forward pass, and between two passes there are kernels that do not start early, such as the embedding lookup.
+The same holds for the tensors that describe the call.
 
-Letters as in `attention`: B rows of Q queries, H heads in K groups of G, one per KV head; D head size; T = B * Q; the Q
-* G queries of a row that meet one KV head are the lanes of a tile.
+Letters as in `attention`: B rows of Q queries, H heads in K groups of G, one per KV head; D head size; T = B * Q. The Q
+* G queries in a row that share a KV head are the lanes of a tile.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 MOST_QUERIES, MOST_LANES = 16, 64
-"""Limits of a row: its new keys are one tile, and so are its lanes."""
+"""Limits for a row: its new keys must fit in one tile, and so must its lanes."""
 _MOST_ARRIVALS = 4096
-"""Rows times KV heads whose keys may be split; with more there is nothing to split."""
+"""The maximum number of rows times KV heads for which keys may be split; above it, there is nothing to split."""
 _COMBINED = 8192
-"""How many values of the parts are combined at once."""
+"""The number of partial values combined at once."""
 _LAUNCHED = 2048
-"""Most instances to launch where rows differ in length. Those without work take a little time each, and mostly start
-last, so that a long row among short ones ends later, and all other batches end earlier."""
+"""The maximum number of instances to launch if rows differ in length. Idle instances each take a little time. Because
+they mostly start last, a long row among short ones finishes later, but all other batches finish earlier."""
 _ENOUGH_SPLITS = 4
-"""Batches of few rows have more splits than this, so one long row does not hold up the others."""
+"""With more splits than this, as in batches with few rows, one long row does not delay the others."""
 
 
 class Form(NamedTuple):
-    """How an instance works."""
+    """An instance's configuration."""
 
     key_tile_bytes: int
-    """Bytes of keys read at once, limited by the block."""
+    """The number of key bytes read at once, limited by the block."""
     num_warps: int
     instances: int
-    """The number of instances that few rows are split into."""
+    """The number of instances into which a batch with few rows is split."""
 
 
-# An H100 has room for 528 instances of 128 threads with 128 registers each.
+# An H100 can hold 528 instances with 128 threads and 128 registers per thread.
 SHORT_HEADS = Form(8 << 10, 4, 528)
-"""For heads of up to 64. Twice as many parts, half as many warps and half as long tiles were slower."""
+"""Settings for head sizes up to 64. Twice as many parts, half as many warps, and tiles half as long were slower."""
 LONG_HEADS = Form(16 << 10, 4, 528)
 
 
 class Projected(NamedTuple):
-    """The projections of a forward's tokens. A token's numbers are contiguous, head after head."""
+    """A forward pass's projected tokens. Each token's numbers are contiguous, head after head."""
 
     query_TH: torch.Tensor
     key_TK: torch.Tensor
@@ -64,7 +64,8 @@ class Projected(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Rotates the first `dim` numbers of each head, by halves. `table` is [positions, cosines and sines]."""
+    """Rotates the first `dim` numbers of each head in pairs `dim / 2` apart. `table` is [positions, cosines and
+    sines]."""
 
     positions_T: torch.Tensor
     table: torch.Tensor
@@ -82,7 +83,7 @@ def takes(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
 
 @cache
 def _get_arrivals(device: torch.device) -> torch.Tensor:
-    """Return counters of arrived instances by row and KV head. Kernels of one stream share them, and leave zeros."""
+    """Return arrival counters per row and KV head. Kernels on the same stream share them and reset them to zero."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("attention with split keys must run once before it is captured")
     return torch.zeros(_MOST_ARRIVALS, dtype=torch.int32, device=device)
@@ -91,7 +92,7 @@ def _get_arrivals(device: torch.device) -> torch.Tensor:
 def attend(
     projected: Projected, rotary: Rotary, kv: KVPair, call: AttentionCall, spec: AttentionLayerSpec
 ) -> torch.Tensor:
-    """Write keys and values to the cache, and return the result of attention [T, H * D]."""
+    """Write keys and values to the cache, and return the attention output [T, H * D]."""
     query_TH, key_TK, value_TK, slots_T = projected
     keys, values = kv.tensors()
     out_TH = query_TH.new_empty(query_TH.shape)
@@ -159,9 +160,9 @@ def attend(
 
 
 def _count_launched(even_splits: int, instances: int, reach: int, tile_n: int) -> int:
-    """Return how many instances to launch for a row and KV head, of which only long rows use all.
+    """Return how many instances to launch per row and KV head; only long rows use all of them.
 
-    `even_splits` is their number if all rows are of one length.
+    `even_splits` is the number to launch if all rows have the same length.
     """
     is_full = instances > _MOST_ARRIVALS or (even_splits == 1 and reach <= attention.SHORT)
     if is_full or even_splits > _ENOUGH_SPLITS:
@@ -169,7 +170,7 @@ def _count_launched(even_splits: int, instances: int, reach: int, tile_n: int) -
     return min(max(even_splits, 2, _LAUNCHED // instances), triton.cdiv(reach, tile_n), attention.MOST_SPLITS)
 
 
-# These are not constants, so that one compilation serves all batch sizes.
+# These arguments are not constants, so that one compilation serves all batch sizes.
 @triton.jit(do_not_specialize=["queries", "rows", "splits", "even_splits"])
 def _attend(
     query_ptr,
@@ -226,13 +227,13 @@ def _attend(
     token_M = (row * queries + offset_M).to(tl.int64)
     offset_Q = tl.arange(0, TILE_Q)
     token_Q = (row * queries + offset_Q).to(tl.int64)
-    # Issue loads that do not depend on each other together, so that their latencies overlap.
+    # Issue independent loads together, so that their latencies overlap.
     start = tl.load(starts_ptr + row)
     position_M = tl.load(positions_ptr + token_M, mask=used_M, other=0)
     position_Q = tl.load(positions_ptr + token_Q, mask=offset_Q < queries, other=0)
     slot_Q = tl.load(slots_ptr + token_Q, mask=offset_Q < queries, other=0)
 
-    # The earlier keys that any lane sees, then this split's share of them, in whole tiles.
+    # Find the earlier keys that any lane attends to, and then this split's share of them, in whole tiles.
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(start - WINDOW + 1, 0) // TILE_N * TILE_N
@@ -244,8 +245,8 @@ def _attend(
     share = tl.cdiv(tiles, used_splits) * TILE_N
     low = begin + split * share
     high = tl.minimum(low + share, start)
-    # New keys belong to the split after the last share with earlier keys, if there is one. Later splits have nothing to
-    # do: their number follows from the longest row of a bucket. They end before they load or wait for anything.
+    # New keys belong to the split after the last share with earlier keys, if there is one. Later splits have no work,
+    # because a bucket's longest row determines the number of splits. They exit before they load or wait for anything.
     last = tl.minimum(tl.cdiv(start - begin, tl.maximum(share, 1)), used_splits - 1)
     if split > last:
         return
@@ -254,7 +255,7 @@ def _attend(
     cos_QD, sin_QD = _load_angles(position_Q, used_Q, rotary_ptr, HALF, TILE_D)
     exists_N = low + tl.arange(0, TILE_N) < high
     keys_ND, values_ND = attention.load_keys(
-        # A share may begin behind the last key, where the row's blocks end.
+        # A share may begin after the last key, where the row's blocks end.
         tl.where(low < high, low, 0),
         exists_N,
         table_ptr + row * table_stride,
@@ -270,7 +271,7 @@ def _attend(
     )
 
     launch.wait(EARLY)
-    # Load everything that other kernels wrote together.
+    # Load at once everything that other kernels wrote.
     new_QD = head * HEAD_SIZE + dim_D[None, :]
     used_QD = used_Q[:, None] & (dim_D < HEAD_SIZE)[None, :]
     value_QD = tl.load(value_ptr + token_Q[:, None] * value_stride + new_QD, mask=used_QD, other=0.0)
@@ -331,7 +332,7 @@ def _attend(
         tl.store(parts_ptr + part_M[:, None] * TILE_D + dim_D[None, :], total_MD, mask=used_M[:, None])
         tl.store(maxima_ptr + part_M, max_M, mask=used_M)
         tl.store(sums_ptr + part_M, sum_M, mask=used_M)
-        # All threads must have stored before the arrival is counted.
+        # All threads must have stored their results before the arrival is counted.
         tl.debug_barrier()
         arrivals = arrivals_ptr + row * KV_HEADS + head
         if tl.atomic_add(arrivals, 1, sem="acq_rel") == last:
@@ -359,7 +360,7 @@ def _attend(
 def _average_tiles(starts_ptr, rows, even_splits, WINDOW: tl.constexpr, TILE_N: tl.constexpr):
     """Return the number of tiles of an instance if all rows had the average length, at least 1."""
     total = 0
-    # A warp adds up 32 lengths without waiting for the others.
+    # A warp adds 32 lengths without waiting for the other warps.
     for first in range(0, rows, 32):
         row_R = first + tl.arange(0, 32)
         length_R = tl.load(starts_ptr + row_R, mask=row_R < rows, other=0)
@@ -444,7 +445,7 @@ def _combine(
             cache_modifier=".cg",
         )
         new_max_L = tl.maximum(max_L, tl.max(max_LS, 1))
-        # A split without keys for a query has the lowest maximum, and no weight beside one that has keys.
+        # A split without keys for a query has the lowest maximum, and thus no weight if another split has keys.
         weight_LS = tl.exp2(max_LS - new_max_L[:, None])
         rescale_L = tl.exp2(max_L - new_max_L)
         sum_L = sum_L * rescale_L + tl.sum(sum_LS * weight_LS, 1)

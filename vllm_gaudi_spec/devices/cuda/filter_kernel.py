@@ -1,9 +1,9 @@
-"""The filters of `sampling/filters.py` in Triton: one launch, with an instance per position.
+"""The filters from `sampling/filters.py` in Triton: one launch, with an instance per position.
 
-An instance reads its row, which stays in the L2 cache, as often as its search needs: about ten times for a row of a
-language model. All sums of a row are made in the same order, whatever other rows there are.
+An instance reads its row, which stays in the L2 cache, as often as its search requires: about ten times for a language
+model's row. All sums over a row are computed in the same order, regardless of other rows.
 
-Thresholds are keys: integers in the order of the float32 logits.
+Thresholds are keys: integers that sort in the same order as the float32 logits.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 _BY_VALUE = tl.constexpr(14)
-"""Rounds that bisect an interval of logits, which real logits spread over; later rounds bisect keys."""
+"""The number of rounds that bisect an interval of logits, across which real logits spread; later rounds bisect keys."""
 _FAR = tl.constexpr(32.0)
-"""How far below the likeliest token the first thresholds are tried."""
+"""How far below the most likely token's logit the first thresholds are tried."""
 
 
 @triton.jit
@@ -50,12 +50,12 @@ def _mass(row, vocab, peak, threshold, CHUNK: tl.constexpr):
 def _search(row, vocab, peak, floor, target, IS_COUNT: tl.constexpr, CHUNK: tl.constexpr):
     """Return the largest logit at or above which the mass is `target`; `floor` if the mass above that suffices."""
     offsets = tl.arange(0, CHUNK)
-    # Invariant: the mass at or above `low` suffices, that at or above `high` does not.
+    # Invariant: the mass at or above `low` suffices, and the mass at or above `high` does not.
     low = _key_of(floor).to(tl.int64)
     high = _key_of(peak).to(tl.int64) + 1
     rounds = 0
     while high - low > 1:
-        # Three thresholds inside the interval.
+        # Choose three thresholds inside the interval.
         first, second, third = low + (high - low) // 4, low + (high - low) // 2, low + (high - low) * 3 // 4
         if rounds < _BY_VALUE:
             top = _value_of((high - 1).to(tl.int32))
@@ -103,7 +103,7 @@ def _search(row, vocab, peak, floor, target, IS_COUNT: tl.constexpr, CHUNK: tl.c
     return _value_of(low.to(tl.int32))
 
 
-# Not a constant, so that one compilation serves every number of positions.
+# This argument is not a constant, so that one compilation serves every number of positions.
 @triton.jit(do_not_specialize=["num_positions"])
 def filter_kernel(
     logits,
@@ -150,7 +150,7 @@ def filter_kernel(
             values = tl.load(row + start + offsets, mask=start + offsets < vocab, other=float("-inf"))
             best = tl.maximum(best, values)
         peak = tl.max(best, axis=0)
-        # Rows in which everything is forbidden, or with plus infinity or NaN, are copied unchanged.
+        # Copy rows unchanged if they contain plus infinity or NaN, or if all of their tokens are forbidden.
         if tl.abs(peak) < float("inf"):
             if ratio > 0.0:
                 floor = peak + tl.log(ratio)

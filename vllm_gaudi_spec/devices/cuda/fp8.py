@@ -1,4 +1,4 @@
-"""FP8 products by torch's kernel, for a drafter's output matrix. Not measured: whether they are worth it elsewhere."""
+"""FP8 products with torch's kernel, for a drafter's output matrix. Their benefit for other layers was not measured."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.quantization.fp8 import to_e4m3
 
 _WITH_FP8 = (8, 9)
-"""The least compute capability with FP8."""
+"""The minimum compute capability with FP8 support."""
 
 
 class CudaArithmetic:
-    """`quantization.fp8.Arithmetic` with e4m3 numbers as torch has them."""
+    """Implements `quantization.fp8.Arithmetic` with torch's e4m3 numbers."""
 
     matmul = PLAIN.matmul_qk
 
@@ -29,12 +29,12 @@ class CudaArithmetic:
         return to_e4m3(x.float() * inverse, self._largest)
 
     def keep(self, weight_KN: torch.Tensor) -> torch.Tensor:
-        return weight_KN.t().contiguous().t()  # by columns, as the kernel takes its second operand
+        return weight_KN.t().contiguous().t()  # column-major, as the kernel requires for its second operand
 
     def multiply(
         self, x: torch.Tensor, y: torch.Tensor, x_scale: torch.Tensor, y_scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        # The kernel's scales by row and column exclude a float32 result, so scale afterwards.
+        # The kernel's row and column scales exclude a float32 result, so apply the scales afterwards.
         one = torch.ones((), device=x.device)
         out: torch.Tensor = torch._scaled_mm(x, y, scale_a=one, scale_b=one, out_dtype=torch.float32)
         return (out * (x_scale * y_scale)).to(dtype)

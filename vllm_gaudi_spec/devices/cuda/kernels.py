@@ -1,4 +1,4 @@
-"""Small Triton kernels for what is between a model's matrices: norms, rotary embedding, gated activation."""
+"""Small Triton kernels for operations between a model's matrices: norms, rotary embedding, and gated activation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of the sum, and the sum."""
+    """Return the norm of the sum, and the sum itself."""
     rows, others = x.reshape(-1, x.shape[-1]), residual.reshape(-1, x.shape[-1])
     out, added = torch.empty_like(rows), torch.empty_like(rows)
     _norm[(rows.shape[0],)](
@@ -93,7 +93,7 @@ def rotate(
     table: torch.Tensor,
     rotary_dim: int,
 ) -> None:
-    """Rotate the first `rotary_dim` numbers of each head in place, by halves.
+    """Rotate the first `rotary_dim` numbers of each head in place, in pairs `rotary_dim / 2` apart.
 
     `table` is [positions, cosines and sines].
     """
@@ -159,7 +159,7 @@ def _rotate(
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Return silu of the first half of the last dimension times the second half."""
+    """Apply silu to the first half of the last dimension, and multiply the result by the second half."""
     rows = x.reshape(-1, x.shape[-1])
     size, tile = x.shape[-1] // 2, 1024
     out = rows.new_empty((rows.shape[0], size))

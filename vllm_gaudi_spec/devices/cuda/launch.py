@@ -1,7 +1,7 @@
-"""Programmatic dependent launch: a kernel starts before the one ahead has ended, so that launches cost nothing.
+"""Programmatic dependent launch: to hide launch costs, a kernel starts before the preceding one has finished.
 
-Such a kernel waits for the one ahead by itself, and can first do what does not depend on it, such as reading weights.
-CUDA graphs record this.
+Such a kernel waits for the preceding one itself, and can first do work that does not depend on it, such as reading
+weights. CUDA graphs record this dependency.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def options() -> dict[str, Any]:
     """Return launch options for a kernel that calls `wait`.
 
-    Called at a launch, because asking for the GPU's capability opens it.
+    Call this only at launch, because querying the GPU's capability opens the GPU.
     """
     can = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)  # Hopper and later
     return {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}

@@ -1,4 +1,4 @@
-"""Triton kernels in place of vLLM's norms, rotary embeddings and gated activation. Importing this registers them."""
+"""Replaces vLLM's norms, rotary embeddings, and gated activation with Triton kernels when it is imported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ layers.register_norms(PROVIDER, _norm, _add_norm, available=True)
 
 
 class RotatesInPlace:
-    """Mixin for vLLM's classes that rotate queries and keys as `RotaryEmbedding` does."""
+    """Mixin for vLLM classes that rotate queries and keys in the same way as `RotaryEmbedding`."""
 
     def forward_oot(
         self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None

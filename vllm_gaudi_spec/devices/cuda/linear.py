@@ -1,9 +1,9 @@
-"""Linear layers for few rows: Triton kernels that read a weight once and are faster than a library's.
+"""Linear layers for few rows: Triton kernels that read each weight once and are faster than library kernels.
 
-N outputs of K inputs, M rows. With few rows the cost is what is read, and a kernel may start to read its weight while
-the kernel before it still runs. With one or two rows an instance computes a few outputs from all of their inputs, and
-may compute the preceding norm itself. With more rows the matrix units multiply; if outputs are few, several instances
-share an output's inputs, and the last one adds up.
+N outputs, K inputs, M rows. With few rows, the cost is that of reading memory, and a kernel may start to read its
+weight while the preceding kernel is still running. With one or two rows, an instance computes a few outputs from all of
+their inputs, and may compute the preceding norm as well. With more rows, matrix units multiply; if there are few
+outputs, several instances share an output's inputs, and the last instance adds up the results.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from vllm_gaudi_spec.upstream.layers import (
 FEW_ROWS = 2
 """Up to this many rows, the kernel without matrix units is faster."""
 _MANY_INPUTS = 4096
-"""From this many inputs on, it is faster for one row only: steps of an 8B model took 5.5 ms with two rows on an H200,
-and 4.6 ms with three, which the matrix units multiply."""
+"""From this many inputs on, that kernel is faster only for one row: an 8B model's steps took 5.5 ms with two rows on an
+H200, but 4.6 ms with three, which the matrix units multiply."""
 SOME_ROWS = 64
 """Up to this many rows, the kernel with matrix units is faster for some layers."""
 MOST_NORMED = 1024
@@ -36,8 +36,8 @@ MOST_NORMED = 1024
 
 
 class Unnormed:
-    """The deferred norm of `x`, or of its sum with a residual, which a linear layer of this file computes as it
-    reads."""
+    """The deferred norm of `x`, or of its sum with a residual. A linear layer in this file computes it while
+    reading."""
 
     def __init__(self, x: torch.Tensor, residual: torch.Tensor | None, weight_K: torch.Tensor, epsilon: float) -> None:
         self.x = x.reshape(-1, x.shape[-1])
@@ -56,10 +56,10 @@ def linear(
     gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Compute `torch.nn.functional.linear` by the fastest kernel for these sizes.
+    """Compute `torch.nn.functional.linear` with the fastest kernel for these sizes.
 
-    `gated` returns silu of the first half of the outputs times the second. `dtype` is float32 for a float32 result from
-    16-bit weights, or None for the dtype of `x`; it excludes `gated` and a norm.
+    With `gated`, the result is silu of the first half of the outputs times the second half. `dtype` is float32 for a
+    float32 result from 16-bit weights, or None for the dtype of `x`; it cannot be combined with `gated` or a norm.
     """
     if isinstance(x, Unnormed):
         return multiply_few_rows(x, weight_NK, bias_N, gated=gated)
@@ -91,7 +91,7 @@ class _Tile(NamedTuple):
 
     @classmethod
     def choose(cls, num_outputs: int, num_inputs: int, *, is_normed: bool, gated: bool) -> _Tile:
-        """Choose the fastest of ten tiles for the layers of two models on an H100, or one near it."""
+        """Choose a tile that was fastest or nearly fastest among ten, for two models' layers on an H100."""
         if gated:
             return _GATED if num_inputs <= 1024 else cls(1, 2048, 8)
         if num_inputs > 1024:
@@ -110,7 +110,7 @@ def multiply_few_rows(
     gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiply one or two rows. `dtype` is the result's, by default that of `x`; it excludes a norm."""
+    """Multiply one or two rows. `dtype` is the result's dtype, by default that of `x`; a norm rules it out."""
     norm = x if isinstance(x, Unnormed) else None
     rows = x.x if isinstance(x, Unnormed) else x
     x_MK = rows.reshape(-1, rows.shape[-1])
@@ -176,7 +176,7 @@ def _few_rows(
     used_N = output_N < num_outputs
     dtype = out_ptr.dtype.element_ty
     at_NK = weight_ptr + output_N.to(tl.int64)[:, None] * weight_stride + input_K[None, :]
-    # Distance to the second half of a gated layer's outputs.
+    # The distance to the second half of a gated layer's outputs.
     half = num_outputs * weight_stride
     used_NK = used_N[:, None] & (input_K < num_inputs)[None, :]
     weight_NK = tl.load(at_NK, mask=used_NK, other=0.0)
@@ -194,7 +194,7 @@ def _few_rows(
                 x_K += tl.load(residual_ptr + row * residual_stride + input_K, mask=used_K, other=0.0).to(tl.float32)
                 tl.store(added_ptr + row * num_inputs + input_K, x_K.to(dtype), mask=used_K & (tl.program_id(0) == 0))
             scale = tl.rsqrt(tl.sum(x_K * x_K, 0) / num_inputs + epsilon)
-            # Round where a separate norm would.
+            # Round where a separate norm would round.
             x_K = ((x_K * scale).to(dtype) * norm_K).to(tl.float32)
             for part in tl.static_range(parts):
                 # Triton does not unpack tuples.
@@ -211,7 +211,7 @@ def _few_rows(
                     total_NK = sums[row * parts + part] + weights[part].to(tl.float32) * x_K.to(tl.float32)[None, :]
                     more = more + (total_NK,)  # type: ignore[assignment]  # noqa: RUF005
             sums = more
-            # Load the next part; fully masked after the last.
+            # Load the next part, which is fully masked after the last one.
             next_NK = at_NK + start + TILE_K
             follows_NK = used_N[:, None] & (start + TILE_K + input_K < num_inputs)[None, :]
             weight_NK = tl.load(next_NK, mask=follows_NK, other=0.0)
@@ -233,16 +233,16 @@ def _few_rows(
 
 _TILE_N, _TILE_K = 64, 128
 _AT_ONCE = 264
-"""How many instances run at once on an H100."""
+"""The number of instances that run at once on an H100."""
 _MOST_STAGES = 8
 _MOST_TILES = 16
-"""Most tiles of outputs whose inputs are shared by instances."""
+"""The maximum number of output tiles for which instances share inputs."""
 
 
 def _num_splits(num_rows: int, weight_NK: torch.Tensor, *, gated: bool) -> int:
-    """Return how many instances share an output's inputs; 0 to use a library's kernel.
+    """Return how many instances share an output's inputs, or 0 to use a library kernel.
 
-    Chosen by the times of two models' layers on an H100.
+    The choice is based on timings for two models' layers on an H100.
     """
     num_outputs, num_inputs = weight_NK.shape
     if num_rows > SOME_ROWS or weight_NK.itemsize != 2 or num_inputs % _TILE_K:
@@ -256,7 +256,7 @@ def _num_splits(num_rows: int, weight_NK: torch.Tensor, *, gated: bool) -> int:
 
 @cache
 def _get_arrivals(device: torch.device) -> torch.Tensor:
-    """Return counters of arrived instances by tile of outputs. Kernels of one stream share them, and leave zeros."""
+    """Return arrival counters per output tile. Kernels on the same stream share them and reset them to zero."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a linear layer with shared inputs must run once before it is captured")
     return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
@@ -271,7 +271,7 @@ def multiply_some_rows(
     gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiply up to `SOME_ROWS` rows. `dtype` is the result's, by default that of `x`."""
+    """Multiply up to `SOME_ROWS` rows. `dtype` is the result's dtype, by default that of `x`."""
     x_MK = x.reshape(-1, x.shape[-1])
     (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
     num_tiles = triton.cdiv(num_outputs, _TILE_N)
@@ -296,7 +296,7 @@ def multiply_some_rows(
         BIAS=bias_N is not None,
         GATED=gated,
         SPLITS=splits,
-        # Worth it only if all instances run at once.
+        # This pays off only if all instances run at once.
         AHEAD=8 if num_tiles * splits <= _AT_ONCE else 0,
         TILE_M=tile_m,
         TILE_N=_TILE_N,
@@ -311,18 +311,18 @@ def multiply_some_rows(
 def _num_stages(tile_m: int, splits: int, device: torch.device) -> int:
     """Return how many tiles an instance reads ahead.
 
-    Instances that share outputs are few, so each may have a multiprocessor's shared memory; two of the other instances
-    share it.
+    Instances that share outputs are few, so each can use all of a multiprocessor's shared memory. Otherwise, two
+    instances divide it between them.
     """
     if splits == 1:
         return 4 if tile_m <= 32 else 3
-    # Inputs and weights have two bytes.
+    # Inputs and weights take two bytes each.
     return min(_MOST_STAGES, _get_shared_memory(device) // (2 * _TILE_K * (_TILE_N + tile_m)))
 
 
 @cache
 def _get_shared_memory(device: torch.device) -> int:
-    """Return how many bytes of shared memory an instance may have."""
+    """Return how many bytes of shared memory an instance can use."""
     if device.type != "cuda":
         return 96 << 10
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
@@ -357,10 +357,10 @@ def _some_rows(
     input_K = tl.arange(0, TILE_K)
     half: tl.constexpr = TILE_N // 2
     if GATED:
-        # The first half of a tile has gates, the second half what they are multiplied by.
+        # The first half of a tile holds gates, and the second half holds the values that they multiply.
         output_N = tl.program_id(0) * half + lane_N % half + lane_N // half * num_outputs
     else:
-        # Lanes after the last output repeat it, and store nothing.
+        # Lanes after the last output repeat it, but store nothing.
         output_N = tl.minimum(tl.program_id(0) * TILE_N + lane_N, num_outputs - 1)
     share = tl.cdiv(num_inputs, SPLITS * TILE_K) * TILE_K
     begin = tl.program_id(1) * share
@@ -383,13 +383,13 @@ def _some_rows(
         part_NM = parts_ptr + row_M[None, :] * num_outputs + output_N[:, None]
         size = num_rows * num_outputs
         tl.store(part_NM + tl.program_id(1) * size, sums_NM, mask=used_NM)
-        # All threads must have stored before the arrival is counted.
+        # All threads must have stored their results before the arrival is counted.
         tl.debug_barrier()
         is_last = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel") == SPLITS - 1
         if is_last:
             tl.store(arrivals_ptr + tl.program_id(0), 0)
             sums_NM = tl.zeros((TILE_N, TILE_M), tl.float32)
-            # In an order that does not depend on which instance came last.
+            # Add in an order that does not depend on which instance arrived last.
             for split in tl.static_range(SPLITS):
                 sums_NM += tl.load(part_NM + split * size, mask=used_NM, other=0.0)
     if BIAS:
@@ -415,10 +415,10 @@ class FewRowsLinear(UnquantizedLinearMethod):
 
 
 class _FewRowsEmbedding(UnquantizedEmbeddingMethod):
-    """Method of embedding tables and output matrices."""
+    """The method for embedding tables and output matrices."""
 
     def apply(self, layer: VocabParallelEmbedding, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        # Rounded to 16 bits, the two best logits would often be equal.
+        # If logits were rounded to 16 bits, the two best ones would often be equal.
         return linear(x, layer.weight, bias, dtype=torch.float32 if layer.weight.itemsize == 2 else None)
 
 

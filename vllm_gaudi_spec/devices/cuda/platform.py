@@ -1,4 +1,4 @@
-"""Platform class of NVIDIA GPUs, chosen by VGS_DEVICE=cuda."""
+"""Platform class for NVIDIA GPUs, selected by VGS_DEVICE=cuda."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CudaSpecPlatform(CapturingPlatform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         super().pre_register_and_update(parser)
-        load_backend()  # without a GPU, fail here
+        load_backend()  # fail here if there is no GPU
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:

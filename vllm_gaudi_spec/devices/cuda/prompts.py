@@ -1,6 +1,6 @@
-"""Attention of prompt chunks by FlashAttention. Letters as in attention.py.
+"""Prompt chunk attention with FlashAttention. Letters as in attention.py.
 
-Rows that continue one another (`vllm_gaudi_spec.slices`) are one sequence again, so that a tile has queries of several.
+Rows that continue one another (`vllm_gaudi_spec.slices`) are rejoined, so that a tile can span several rows.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 _FEWEST_QUERIES = 32
-"""Verify steps have fewer per row, prompt chunks and their slices at least as many."""
+"""The minimum number of queries per row: verify steps have fewer, prompt chunks and their slices at least this many."""
 _FEWEST_LANES = 512 * 32
-"""Fewer queries of all heads do not fill a GPU unless keys are split over kernel instances, as in attention.py."""
+"""With fewer queries across all rows and heads, a GPU is full only if keys are split, as in attention.py."""
 
 
 class Sequences(NamedTuple):
-    """B sequences with queries side by side. The last ones are empty if rows were joined."""
+    """B sequences with adjacent queries. The last sequences are empty if rows were joined."""
 
     ends_S: torch.Tensor
-    """int32 [B + 1]: number of queries of the sequences before each one, and of all."""
+    """int32 [B + 1]: cumulative numbers of queries, starting at 0."""
     lengths_B: torch.Tensor
-    """int32: number of keys, padding of the sequence's last row included."""
+    """int32: number of keys, including padding in the sequence's last row."""
     block_table_BW: torch.Tensor
 
 
 def supports(spec: AttentionLayerSpec) -> bool:
-    """Whether `attend` serves prompt chunks of the layer, if it is causal."""
+    """Whether `attend` supports the layer's prompt chunks, if the layer is causal."""
     return (
         spec.dtype in (torch.bfloat16, torch.float16)
         and spec.kv_dtype is None
@@ -71,13 +71,13 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
 
 
 def join_rows(call: AttentionCall) -> Sequences:
-    """Join rows of the same blocks that begin where the row before them ends."""
+    """Join rows that have the same blocks and begin where the preceding row ends."""
     queries, num_tokens = call.num_queries, call.num_rows * call.num_queries
     starts_B, table_BW = call.starts_B, call.block_table_BW
     continues = (table_BW[1:] == table_BW[:-1]).all(dim=1) & (starts_B[1:] == starts_B[:-1] + queries)
     begins_B = torch.cat([continues.new_ones(1), ~continues])
     sequence_B = begins_B.cumsum(0) - 1
-    # Rows within a sequence write past the end.
+    # Rows that continue a sequence only rewrite the last entry.
     first_B = torch.arange(call.num_rows, device=starts_B.device, dtype=torch.int32) * queries
     ends_S = torch.full((call.num_rows + 1,), num_tokens, device=starts_B.device, dtype=torch.int32)
     ends_S.scatter_(

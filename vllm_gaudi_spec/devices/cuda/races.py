@@ -1,8 +1,8 @@
-"""Noise in Triton, as `sampling/noise.py` defines it, and races: the argmax of logits plus noise.
+"""The noise defined in `sampling/noise.py` as Triton code, and races: the argmax of logits plus noise.
 
-A race needs two logarithms per token, which would take longer than reading the logits. So groups of a row's tokens are
-ranked by an upper bound of their best score, which needs no logarithm, and scores are computed only for those groups
-that can hold the winner, nearly always one.
+A race needs two logarithms per token, which would take longer than reading the logits. Therefore, groups of tokens in a
+row are ranked by an upper bound on their best score, which needs no logarithm. Scores are computed only for groups that
+can contain the winner, nearly always a single group.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 _STREAM_ACCEPT = tl.constexpr(1)
-# Tokens whose scores are computed at once; more would take registers that loads need.
+# The number of tokens scored at once; more would take registers that loads need.
 PIECE = tl.constexpr(512)
 
 # --- noise: sampling/noise.py in unsigned integers ---
@@ -45,7 +45,7 @@ def hash_position(low, high, position, STREAM: tl.constexpr):
     hashed = _mix(position.to(tl.uint32, bitcast=True) * 0x85EBCA6B + STREAM * 0x27D4EB2F)
     first = _mix(hashed ^ low)
     second = _mix(first + high)
-    # The last shift of one finalizer and the first of the next cancel except for these bits.
+    # The last shift in one finalizer and the first in the next cancel except for these bits.
     return first, second ^ (second >> 16)
 
 
@@ -190,7 +190,7 @@ def find_winner(
             winner = token
         worth = best
         if random:
-            # Allow for the rounding of the bound and the score.
+            # Allow for rounding in the bound and the score.
             worth = best - (1e-3 + 1e-6 * tl.abs(best))
         left = tl.where(bound_indices == bound_index, float("-inf"), left)
         highest, bound_index = tl.max(left, axis=0, return_indices=True)

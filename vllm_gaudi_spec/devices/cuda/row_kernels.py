@@ -1,6 +1,6 @@
-"""The functions of `attention/row_operations.py` as one Triton kernel each.
+"""The functions from `attention/row_operations.py` as one Triton kernel each.
 
-None starts early (`launch.py`), because attention reads positions and slots before it waits. They are short.
+The kernels are short, and none starts early (`launch.py`), because attention reads positions and slots before it waits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def locate_rectangle(
     tokens_T = tokens_BQ.new_empty(rows * queries)
     positions_T = tokens_BQ.new_empty(rows * queries, dtype=torch.int64)
     slots = tuple(torch.empty_like(positions_T) for _ in tables)
-    # A model without attention has no tables.
+    # A model without attention has no block tables.
     for table_BW, size, slots_T in zip(tables or (tokens_BQ,), sizes or (1,), slots or (positions_T,), strict=True):
         _locate_rectangle[(triton.cdiv(rows * queries, _TILE),)](
             tokens_BQ,
@@ -103,7 +103,7 @@ def locate_columns(
     num_real_QB = torch.empty_like(starts_QB)
     positions_QB = torch.empty_like(starts_QB, dtype=torch.int64)
     slots = tuple(torch.empty_like(positions_QB) for _ in tables)
-    # A model without attention has no tables.
+    # A model without attention has no block tables.
     for table_BW, size, slots_QB in zip(tables or (starts_QB,), sizes or (1,), slots or (positions_QB,), strict=True):
         _locate_columns[(triton.cdiv(rows * queries, _TILE),)](
             starts_B,
@@ -150,7 +150,7 @@ def _locate_columns(
     tl.store(positions_out + at_T, position_T, mask=used_T)
     tl.store(num_real_out + at_T, real_T.to(tl.int32), mask=used_T)
     if SLOTS:
-        # A pad slot follows from the token's index in the rectangle.
+        # A padding slot is derived from the token's index in the padded batch.
         slot_T = _slot(table_ptr, table_stride, row_T, position_T, row_T * queries + query_T, real_T, SIZE)
         tl.store(slots_out + at_T, slot_T, mask=used_T)
 
@@ -286,7 +286,7 @@ def check_drafts(
         tokens_BK,
         num_B,
         most_B,
-        # As bytes.
+        # View the booleans as bytes.
         tokens_BK if sound_BK is None else sound_BK.contiguous().view(torch.uint8),
         known_BK,
         checked_B,

@@ -1,11 +1,11 @@
-"""Triton kernels of the acceptance rules, called by `rules.py`. Their reference is `sampling/`.
+"""Triton kernels for the acceptance rules, called by `rules.py`. `sampling/` is the reference implementation.
 
-A kernel reads its rows once, in chunks, PARTS of them per instance. The last instance that arrives at a row finishes
-it, and the last that finishes a row of a request verifies the request: further launches for the few remaining numbers
-would cost more than reading 64 MB of logits. Arrivals are counted in `arrivals`, which is zero before and after a
-kernel. `races.py` finds the best token.
+A kernel reads its rows once, in chunks, with PARTS chunks per instance. The last instance that arrives at a row
+finishes it, and the last that finishes a row of a request verifies the request: additional launches for the few
+remaining numbers would cost more than reading 64 MB of logits. Arrivals are counted in `arrivals`, which is zero before
+and after each kernel. `races.py` finds the best token.
 
-Names: an instance has one `tl.program_id`; a row is a position of a request; b counts requests, `vocab` tokens,
+Names: an instance has one `tl.program_id`; a row is one position in a request; b counts requests, `vocab` tokens,
 `num_chunks` chunks of CHUNK tokens per row.
 """
 
@@ -30,10 +30,10 @@ from vllm_gaudi_spec.devices.cuda.races import (
 
 _STREAM_TARGET = tl.constexpr(0)
 _STREAM_RESIDUAL = tl.constexpr(3)
-# Added to a row's arrivals by an instance that read nothing.
+# An instance that read nothing adds this to its row's arrivals.
 _UNREAD = tl.constexpr(1 << 16)
-# Added to a request's arrivals by position 0 if it ends the request, twice that by position 1, and so on. There is room
-# for 22 positions; 16 drafts need 17.
+# If position 0 ends its request, it adds this to the request's arrivals; position 1 adds twice as much, and so on.
+# There is room for 22 positions; 16 drafts need 17.
 _END = tl.constexpr(1 << 8)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
@@ -49,7 +49,7 @@ def _is_last(arrivals, expected):
 # --- strict ---
 
 
-# Not constants, so that one compilation serves every number of requests and drafts.
+# These arguments are not constants, so that one compilation serves every number of requests and drafts.
 @triton.jit(do_not_specialize=["num_requests", "num_positions", "num_instances"])
 def strict_kernel(
     logits,
@@ -103,7 +103,7 @@ def strict_kernel(
         num = tl.load(num_drafts + b)
         is_needed = q <= num
         if LOOK:
-            # Other instances may change it meanwhile; an atomic returns one value to all threads.
+            # Other instances may change it in the meantime; an atomic returns the same value to all threads.
             ended = tl.atomic_or(arrivals + b, 0, sem="relaxed") // _END
             is_needed = is_needed & ((ended & ((1 << q) - 1)) == 0)
     arrival = 1 + _UNREAD
@@ -119,7 +119,7 @@ def strict_kernel(
             if RANDOM:
                 own_first = hash_from(first, start + begin)
             bound = tl.maximum(bound, compute_bound(values, tokens, random, own_first, second))
-        # Each covers SPAN tokens again.
+        # Each bound now covers SPAN tokens again.
         bound = tl.max(tl.reshape(bound, (bounds_each, SPAN // bounds_each)), axis=1)
         tl.store(own_bounds + part * bounds_each + tl.arange(0, bounds_each), bound)
         arrival = 1
@@ -300,7 +300,7 @@ def block_kernel(
     PADDED_CHUNKS: tl.constexpr,
 ):
     """Compute the sums of max(w p - q, 0) at positions 1 to K - 1, then the block rule's number of accepted drafts."""
-    # Position 1 has instances also for K = 1, to verify.
+    # Position 1 has instances even for K = 1, because they verify the request.
     inner = tl.maximum(max_drafts - 1, 1)
     chunk, row = tl.program_id(0), tl.program_id(1)
     b, k = row // inner, 1 + row % inner
@@ -416,7 +416,7 @@ def next_token_kernel(
             PADDED_CHUNKS,
         )
         if from_residual & (best == float("-inf")):
-            # p = q, so only rounding can lead here: sample from the target, read by this instance alone.
+            # p = q, so only rounding can lead here: sample from the target, which this instance alone reads.
             low, high = load_keys(keys, key_stride, b)
             first, second = hash_position(low, high, position, _STREAM_TARGET)
             for start in range(0, vocab, PIECE):

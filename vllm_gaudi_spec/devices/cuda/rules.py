@@ -1,4 +1,4 @@
-"""Sampling and acceptance on a GPU: the functions of `sampling/` in one to three kernel launches each."""
+"""Sampling and acceptance on a GPU: the functions in `sampling/` as one to three kernel launches each."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
-# Most rows of logits per call, the limit of a grid's second dimension.
+# The maximum number of logit rows per call, which is the limit for a grid's second dimension.
 _MOST_ROWS = 65535
-# Tokens of a chunk in the rules with draft probabilities: enough to keep loads in flight, fewer if multiprocessors
-# would be idle.
+# Tokens per chunk in the rules with draft probabilities: enough to keep loads in flight, but fewer if multiprocessors
+# would otherwise be idle.
 _PROBS_CHUNK, _SMALL_CHUNK = 2048, 1024
 _FEW_INSTANCES = 512
-# Tokens covered by a bound on scores.
+# The number of tokens covered by each score bound.
 _SPAN = 256
 _WARPS = 2
-# Of an instance that filters a row: the fastest of eight settings on an H100 with few rows.
+# Settings for an instance that filters a row: the fastest of eight on an H100 with few rows.
 _FILTER_CHUNK, _FILTER_WARPS = 8192, 16
-# Tokens that an instance checks, and searches for a drafter's best token.
+# The number of tokens that an instance checks, and searches for a drafter's best token.
 _SOUND_CHUNK = 4096
-# Minimum lanes for positions, chunks and bounds, so that fewer kernels are compiled.
+# Minimum numbers of lanes for positions, chunks, and bounds, which reduce the number of compiled kernels.
 _POSITIONS, _CHUNKS, _BOUNDS = 8, 256, 256
 
 
@@ -50,19 +50,19 @@ class _Chunks(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """The work of an instance of a sampling kernel: its chunks, and the registers of a thread."""
+    """A sampling kernel instance's share of the work: its chunks, and the registers per thread."""
 
     chunk: int
     parts: int
     registers: int
     waves: bool
-    """Whether not all instances run at once, so that later ones can use what earlier ones found."""
+    """Whether instances run in several waves, so that later instances can use what earlier ones found."""
 
     @classmethod
     def choose(cls, rows: int, vocab: int) -> _Work:
-        # With 48 registers, 21 instances fit each of an H200's 132 multiprocessors; on other GPUs this is merely
-        # slower. A second wave of few instances would take as long as the first, so use the largest instances that
-        # make one wave or many, with some for every multiprocessor.
+        # With 48 registers, 21 instances fit on each of an H200's 132 multiprocessors; on other GPUs this choice is
+        # merely slower. A small second wave would take as long as the first, so use the largest instances that form
+        # either one wave or many, with some for every multiprocessor.
         num_instances = rows * triton.cdiv(vocab, 8192)
         if num_instances > 8192:
             return cls(1024, 8, 64, True)
@@ -80,9 +80,9 @@ def _make_counters(device: torch.device) -> tuple[torch.Tensor, ...]:
 
 
 def _get_arrivals(device: torch.device, rows: int) -> tuple[torch.Tensor, ...]:
-    """Return counters of arrived instances, by row and by request.
+    """Return arrival counters, by row and by request.
 
-    Kernels of one stream share them, and leave zeros.
+    Kernels on the same stream share them and reset them to zero.
     """
     if rows > _MOST_ROWS:
         raise ValueError(
@@ -100,7 +100,8 @@ def _strict(
     positions_BQ: torch.Tensor | None,
     stream: Stream = Stream.TARGET,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the samples, and the number of valid tokens per row, which is unset if there are no drafts to verify."""
+    """Return the samples and the number of valid tokens per row. The number is unset if there are no drafts to
+    verify."""
     rows, num_positions, vocab = logits_BQV.shape
     work = _Work.choose(rows * num_positions, vocab)
     num_instances = triton.cdiv(vocab, work.parts * work.chunk)
@@ -306,7 +307,7 @@ def filter_logits(
     longest: int = 0,
     num_sampling_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Filter by one search for any k, so that `longest` has no use."""
+    """Filter with a single search that handles any k, which makes `longest` unnecessary."""
     rows, num_positions, vocab = logits_BQV.shape
     filtered_BQV = logits_BQV.new_empty(logits_BQV.shape)
     filter_kernel[(rows * num_positions,)](

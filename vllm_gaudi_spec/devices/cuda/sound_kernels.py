@@ -1,4 +1,4 @@
-"""Triton kernels that check a drafter's logits and find the best token, called by `rules.py`."""
+"""Triton kernels, called by `rules.py`, that check a drafter's logits and find the best token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 from vllm_gaudi_spec.devices.cuda.races import first_best, load_values
 
-# Added to a row's arrivals by an unsound chunk.
+# An unsound chunk adds this to its row's arrivals.
 _UNSOUND = tl.constexpr(1 << 16)
 
 
@@ -45,7 +45,7 @@ def sound_argmax_kernel(
     tl.store(own_found + chunk, token)
     # Masked lanes after the last token load minus infinity, which is sound.
     arrival = tl.where(tl.sum(values, 0) < float("inf"), 1, 1 + _UNSOUND)
-    # All threads must have stored before the arrival is counted.
+    # All threads must have stored their results before the arrival is counted.
     tl.debug_barrier()
     arrived = tl.atomic_add(row_arrivals + row_index, arrival, sem="acq_rel") + arrival
     if arrived % _UNSOUND == num_chunks:
@@ -54,7 +54,7 @@ def sound_argmax_kernel(
         is_chunk = chunks < num_chunks
         highest = tl.load(own_tops + chunks, mask=is_chunk, other=float("-inf"), cache_modifier=".cg")
         token = tl.load(own_found + chunks, mask=is_chunk, other=0, cache_modifier=".cg")
-        # The first of equal ones.
+        # Choose the first of several equal tokens.
         token = tl.min(tl.where(highest == tl.max(highest, 0), token, vocab - 1), 0)
         tl.store(tokens_out + row_index, token)
         tl.store(sound_out + row_index, arrived == num_chunks)
