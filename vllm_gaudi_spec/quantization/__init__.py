@@ -1,1 +1,1 @@
-"""FP8 as Intel Neural Compressor does it: its files, its configuration, and what they mean, computed exactly."""
+"""FP8 as in Intel Neural Compressor: its files and configuration, and exact arithmetic that follows them."""

@@ -1,7 +1,7 @@
 """Reads a quantized checkpoint as if it held weights in the model's dtype.
 
-Linear layers for which the device has kernels stay quantized. All other layers load like those of any checkpoint, so
-merged layers, tensor parallelism, MLA, LoRA and experts need no special code.
+Linear layers for which the device has kernels stay quantized. All other layers load as they would from an unquantized
+checkpoint, so merged layers, tensor parallelism, MLA, LoRA, and experts need no special code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_gaudi_spec.config import OTHER_MODEL
 from vllm_gaudi_spec.quantization.encodings import Encoding, EncodingError, Parts
 from vllm_gaudi_spec.quantization.formats import CheckpointFormat
 
-# Tensors for activations or for other kernels. Weights do not depend on them.
+# Tensors for activations or for other kernels, which do not affect weights.
 _UNUSED = (
     "input_scale",
     "input_zero_point",
@@ -29,7 +29,7 @@ _UNUSED = (
     "weight_shape",
     "bias_scale",
 )
-# Other names of scales, as in checkpoints of Mistral and some FP8 tools.
+# Alternative scale names, used in Mistral checkpoints and by some FP8 tools.
 _ALIASES = {"weight_scale_inv": "weight_scale", "qscale_weight": "weight_scale"}
 _QUANTIZED = re.compile(
     r"(^|_)(packed|qweight|qzeros|g_idx|weight_zero_point|weight_scale(_2)?|scale_inv|weight_global_scale|qscale_weight)$"
@@ -38,23 +38,23 @@ _QUANTIZED = re.compile(
 
 @dataclass(slots=True, kw_only=True)
 class Checkpoint:
-    """A reader of a quantized checkpoint's tensors."""
+    """A reader for a quantized checkpoint's tensors."""
 
     model: str
     """The model's folder or name, for messages."""
     format: CheckpointFormat
     dtype: torch.dtype
     is_native: Callable[[str], bool] = field(default=lambda layer: False)
-    """Whether a layer takes e4m3 numbers with a scale per row, or words of 4-bit integers."""
+    """Whether a layer accepts e4m3 numbers with per-row scales, or packed words of 4-bit integers."""
     is_unused: Callable[[str], bool] = field(default=lambda name: False)
-    """Whether the model ignores a tensor of this name."""
+    """Whether the model ignores tensors with a given name."""
     _waiting: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """Maps a layer to the tensors of its weight that were read so far."""
+    """Maps each layer to the tensors read so far for its weight."""
 
     def weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the model's weights from all tensors of its files, in any order.
+        """Yield the model's weights, given all tensors in its files, in any order.
 
-        The tensors of a layer may be in different files.
+        A layer's tensors may be in different files.
         """
         for name, tensor in tensors:
             if self.is_unused(name):
@@ -63,9 +63,9 @@ class Checkpoint:
             encoding = self.format.find_encoding(layer)
             if encoding is not None and part not in encoding.parts:
                 part = _ALIASES.get(part, part)
-            is_plain = part == "weight" and tensor.dtype.itemsize > 1  # of a layer that is not quantized
+            is_plain = part == "weight" and tensor.dtype.itemsize > 1  # for a layer that is not quantized
             if encoding is None or part not in encoding.parts or is_plain:
-                # Tensors of a `fake_quantizer` are scales of KV, which are kept.
+                # The tensors of a `fake_quantizer` are KV scales, which are kept.
                 if part not in (*_UNUSED, *self.format.unused) or layer.endswith("_fake_quantizer"):
                     self._check_plain(name, part, tensor)
                     yield name, tensor
@@ -77,7 +77,7 @@ class Checkpoint:
         for layer, parts in self._waiting.items():
             encoding = self.format.find_encoding(layer)
             assert encoding is not None
-            list(self._read(layer, encoding, parts))  # raises with the missing tensor
+            list(self._read(layer, encoding, parts))  # raises an error that names the missing tensor
 
     def _check_plain(self, name: str, part: str, tensor: torch.Tensor) -> None:
         """Raise EncodingError for quantized numbers that the model would load as weights."""
@@ -134,7 +134,7 @@ def _check_finite(*tensors: torch.Tensor) -> None:
 
 
 class _Headers(Checkpoint):
-    """Reads tensors without data. Each kind is checked once, as a large model has thousands of tensors of few kinds."""
+    """Reads tensors without data. Each kind is checked once, because large models have many tensors but few kinds."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
@@ -148,7 +148,7 @@ class _Headers(Checkpoint):
 
 
 def find_misfit(model: str, format: CheckpointFormat, files: Iterable[Path], damage_alone: bool = False) -> str | None:
-    """Return why a checkpoint cannot be read according to the headers of its files, or None.
+    """Return why a checkpoint cannot be read, judging by its file headers, or None if it can.
 
     Args:
         damage_alone: Ignore reasons that do not apply to other readers, such as vLLM's.
@@ -176,7 +176,7 @@ def check_tensors(
 
 
 def _misfit(model: str, format: CheckpointFormat, headers: Iterable[tuple[str, torch.Tensor]]) -> EncodingError | None:
-    """Read tensors without data as real ones are read, and return the error, if any."""
+    """Process tensors without data in the same way as real tensors, and return the error, if any."""
     try:
         for _ in _Headers(model=model, format=format, dtype=torch.float32).weights(headers):
             pass
@@ -208,4 +208,4 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-"""Maps safetensors' names of dtypes to torch's."""
+"""Maps safetensors dtype names to torch dtypes."""

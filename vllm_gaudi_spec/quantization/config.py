@@ -1,6 +1,6 @@
-"""The QUANT_CONFIG file of Intel Neural Compressor (INC), and what a model is measured or quantized with.
+"""The QUANT_CONFIG file for Intel Neural Compressor (INC), and the context in which a model is measured or quantized.
 
-On a Gaudi INC itself reads the file; elsewhere it is simulated (`simulation.py`).
+On Gaudi, INC itself reads the file; elsewhere, INC is simulated (`simulation.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MEASURE, QUANTIZE = "MEASURE", "QUANTIZE"
 
-# Fields that `QuantConfig` has, or that do not change what a simulation computes.
+# Fields that `QuantConfig` contains, or that do not change the results of a simulation.
 _READ_OR_IGNORED = frozenset(
     [
         "mode",
@@ -50,7 +50,7 @@ _READ_OR_IGNORED = frozenset(
         "calibration_sample_interval",
     ]
 )
-# Fields of which a simulation supports a single value.
+# Fields for which a simulation supports only one value.
 _ONLY = {
     "observer": "maxabs",
     "fp8_config": "e4m3",
@@ -69,7 +69,7 @@ NEEDS_CALIBRATION = (
 
 
 class Selection(NamedTuple):
-    """Modules that a list of the file selects, by patterns of names and by classes."""
+    """The modules selected by one of the file's lists, by name pattern and by class."""
 
     names: tuple[str, ...]
     types: tuple[str, ...]
@@ -90,16 +90,16 @@ class QuantConfig:
     path: str
     mode: str
     dump_stats_path: str
-    """The prefix of the names of measurement and scale files."""
+    """The path prefix for measurement and scale files."""
     scale_method: str
     measures_outputs: bool
     skips_unknown: bool
-    """Whether modules without scales stay unquantized instead of being refused."""
+    """Whether modules without scales stay unquantized instead of causing an error."""
     allowed: Selection
-    """All modules if empty."""
+    """The modules to include; if empty, all modules."""
     blocked: Selection
     fields: dict[str, Any]
-    """All fields of the file."""
+    """All fields in the file."""
 
     @classmethod
     def read(cls, path: str, option: str) -> QuantConfig:
@@ -140,7 +140,7 @@ class QuantConfig:
         return is_allowed and not self.blocked.selects(name, kind)
 
     def unsimulated_refusals(self) -> Iterator[str]:
-        """Yield reasons against fields of the file that only INC supports."""
+        """Yield the reasons to reject fields in the file that only INC supports."""
         for name, value in self.fields.items():
             supported = _ONLY.get(name)
             if supported is not None and str(value).lower() != supported:
@@ -153,7 +153,7 @@ class QuantConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadContext:
-    """The model, rank and device for which weights are loaded."""
+    """The model, rank, and device for which weights are loaded."""
 
     model: str
     """The model's folder or name."""
@@ -161,21 +161,21 @@ class LoadContext:
     world: int
     """The number of ranks, each with its own files."""
     fp8_range: str | None
-    """The card whose e4m3 range the device has, or None for that of the scales."""
+    """The card whose e4m3 range the device uses, or None to use the range for which the scales were made."""
     apart: Collection[nn.Module] = ()
-    """Modules that are left unchanged: those shared with another model, and latent attention's."""
+    """Modules that are left unchanged: modules shared with another model, and those in latent attention."""
 
 
 class Measuring(Protocol):
     reads_logits: bool
-    """Whether logits are computed for every token, so that their layer is measured too."""
+    """Whether logits are computed for every token, so that the logits layer is measured too."""
 
     def counting(self, real_T: torch.Tensor) -> AbstractContextManager[None]:
-        """Measure the real tokens of a forward of T tokens in this context."""
+        """Measure the real tokens in a T-token forward pass that runs in this context."""
         ...
 
     def write(self) -> None:
-        """Write all values so far, replacing older files."""
+        """Write all values collected so far, replacing older files."""
         ...
 
 
@@ -193,10 +193,10 @@ def drafter_config(options: Options) -> QuantConfig | None:
 
 
 def get_cpu_weights(vllm_config: VllmConfig) -> str | None:
-    """Return the option `cpu_weights`. By default float32 if anything is rounded to FP8.
+    """Return the `cpu_weights` option, which defaults to float32 if anything is rounded to FP8.
 
-    The result of oneDNN's float32 kernel does not depend on the number of tokens. That of the float16 kernel does, and
-    one bit can change the FP8 number.
+    The results of oneDNN's float32 kernel do not depend on the number of tokens. The results of the float16 kernel do,
+    and a one-bit difference can change an FP8 number.
     """
     options = Options.from_vllm(vllm_config)
     if options.cpu_weights is not None:
@@ -207,7 +207,7 @@ def get_cpu_weights(vllm_config: VllmConfig) -> str | None:
 
 
 def missing_scales(config: QuantConfig, world: int) -> Iterator[str]:
-    """Yield why a model cannot be quantized with its scale files, without looking at the model."""
+    """Yield the reasons why a model cannot be quantized with its scale files, without inspecting the model."""
     try:
         files.read_world(config.dump_stats_path, world, config.scale_method)
     except files.QuantFilesError as error:
@@ -215,7 +215,7 @@ def missing_scales(config: QuantConfig, world: int) -> Iterator[str]:
 
 
 def hostile_scales(config: QuantConfig) -> Iterator[str]:
-    """Yield why INC must not read a model's files, which would run code in them."""
+    """Yield the reasons why INC, which would run any code in a model's files, must not read them."""
     try:
         files.check_harmless(config.dump_stats_path)
     except files.QuantFilesError as error:

@@ -1,7 +1,7 @@
-"""Decodes quantized matrices from the tensors that a checkpoint has in place of a weight.
+"""Decodes quantized matrices from the tensors that a checkpoint stores in place of a weight.
 
-Arithmetic is torch's, in float32, on [outputs N, inputs K]. It also runs on tensors without data, made from the headers
-of files, to find tensors that do not fit before anything is read.
+Arithmetic uses torch, in float32, on [outputs N, inputs K]. It also runs on tensors without data, made from file
+headers, to detect tensors that do not fit before anything is read.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from vllm_gaudi_spec.config import OTHER_MODEL
 
 Parts = Mapping[str, torch.Tensor]
-"""Maps the end of a tensor's name to the tensor."""
+"""Maps each tensor name suffix to the tensor."""
 Read = TypeVar("Read")
 Block = tuple[int, int]
-"""The numbers of rows and columns that share a scale; -1 for all."""
+"""The numbers of rows and columns that share a scale; -1 means all."""
 
 TENSOR, CHANNEL = (-1, -1), (1, -1)
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The position in a word at which AWQ keeps each of eight columns."""
+"""The position within a word at which AWQ stores each of eight columns."""
 E4M3 = torch.finfo(torch.float8_e4m3fn).max
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -31,7 +31,7 @@ _OTHER_COPY = "take another copy of the model"
 
 
 class EncodingError(ValueError):
-    """Raised for tensors that do not fit their format. The message is the reason, in one line."""
+    """Raised for tensors that do not fit their format. The message is a one-line reason."""
 
     def __init__(self, reason: str, *, remedy: str = _OTHER_COPY) -> None:
         super().__init__(reason)
@@ -39,12 +39,12 @@ class EncodingError(ValueError):
 
     @property
     def is_damage(self) -> bool:
-        """Whether no reader could read the tensors, rather than only ours."""
+        """Whether the tensors are unreadable for every reader, not only for ours."""
         return self.remedy == _OTHER_COPY
 
 
 class Grouped(NamedTuple):
-    """Unsigned integers. Inputs of a group G share scales and zero points."""
+    """Unsigned integers. Inputs in the same group G share scales and zero points."""
 
     values_KN: torch.Tensor
     scales_GN: torch.Tensor
@@ -58,7 +58,7 @@ class Grouped(NamedTuple):
 
 
 class Words(NamedTuple):
-    """4-bit integers, eight outputs per int32, starting at the lowest bits. W counts words."""
+    """4-bit integers, eight outputs per int32, starting at the lowest bits. W is the number of words."""
 
     weight_KW: torch.Tensor
     scales_GN: torch.Tensor
@@ -68,11 +68,11 @@ class Words(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
     parts: tuple[str, ...]
-    """The suffixes of the names of the tensors that make up a weight. All are needed."""
+    """The name suffixes of a weight's tensors. All of them are required."""
     decode: Callable[[Parts], torch.Tensor]
     """Returns float32 [N, K], or bfloat16 [E, K, N] for stacked experts."""
     rows: Callable[[Parts], tuple[torch.Tensor, torch.Tensor]] | None = None
-    """Returns the weight as e4m3 numbers and a scale per row, [N, 1]. None for other numbers."""
+    """Returns the weight as e4m3 numbers with one scale per row, [N, 1]. None for other numbers."""
     grouped: Callable[[Parts], Grouped] | None = None
     """Returns the weight as integers in groups of `group_size` inputs. None for other numbers or reordered groups."""
     group_size: int = 0
@@ -94,7 +94,7 @@ class Encoding:
             raise EncodingError(f"has no {missing[0]}")
         try:
             return read(parts)
-        except (RuntimeError, IndexError) as error:  # raised by torch for shapes and indices that do not fit
+        except (RuntimeError, IndexError) as error:  # torch raises these if shapes or indices do not fit
             raise EncodingError(f"has tensors that do not fit: {str(error).splitlines()[0]}") from error
 
 
@@ -104,7 +104,7 @@ class Encoding:
 def numbers(
     block: Block | None, *, scale: str = "weight_scale", integers: bool = False, zero_point: bool = False
 ) -> Encoding:
-    """Return the encoding of 8-bit numbers, e4m3 or integers.
+    """Return the encoding for 8-bit numbers, e4m3 or integers.
 
     Args:
         block: The rows and columns that share a scale, or None for one scale per matrix or per row.
@@ -140,9 +140,9 @@ def numbers(
 
 
 def packed_integers(bits: int, block: Block, *, zero_point: bool, reordered: bool) -> Encoding:
-    """Return the encoding of compressed-tensors' integers, packed into words by row.
+    """Return the encoding for compressed-tensors integers, packed into words by row.
 
-    If `reordered`, a tensor has the group of each column.
+    If `reordered` is set, a tensor contains each column's group.
     """
     more = [*(["weight_zero_point"] if zero_point else []), *(["weight_g_idx"] if reordered else [])]
 
@@ -159,7 +159,7 @@ def packed_integers(bits: int, block: Block, *, zero_point: bool, reordered: boo
             scales_NG = _spread(scales_NG, shape_NG, TENSOR if block == TENSOR else (1, 1)).expand(shape_NG)
         if zero_point:
             zeros_NG = _unpacked(_matrix(tensors["weight_zero_point"]), bits, dim=0)
-            zeros_NG = zeros_NG[:num_outputs]  # the last words may not be full
+            zeros_NG = zeros_NG[:num_outputs]  # the last words may be only partly filled
         else:
             zeros_NG = torch.full_like(scales_NG, 1 << (bits - 1), dtype=torch.int32)
         return Grouped(values_NK.t(), scales_NG.t(), zeros_NG.t(), groups_K)
@@ -169,11 +169,11 @@ def packed_integers(bits: int, block: Block, *, zero_point: bool, reordered: boo
 
 
 def gptq(*, size: int | None, reordered: bool, zero_offset: int) -> Encoding:
-    """Return the encoding of GPTQ.
+    """Return the encoding for GPTQ.
 
     Args:
-        size: The inputs of a group, -1 for all, or None if the format does not say.
-        reordered: Whether a tensor has the group of each input.
+        size: The number of inputs per group, -1 for all inputs, or None if the format does not specify it.
+        reordered: Whether a tensor contains each input's group.
         zero_offset: The number to add to stored zero points.
     """
 
@@ -193,7 +193,7 @@ def gptq(*, size: int | None, reordered: bool, zero_offset: int) -> Encoding:
 
 
 def awq(size: int | None) -> Encoding:
-    """Return the encoding of AWQ. `size` is as in `gptq`."""
+    """Return the encoding for AWQ. `size` has the same meaning as in `gptq`."""
 
     def read(tensors: Parts) -> Grouped:
         scales_GN = _scale(tensors["scales"])
@@ -204,7 +204,7 @@ def awq(size: int | None) -> Encoding:
 
 
 def _integers(parts: tuple[str, ...], read: Callable[[Parts], Grouped], size: int | None) -> Encoding:
-    """Return the encoding of grouped integers. `size` is None if unknown or if groups are not in the inputs' order."""
+    """Return the encoding for grouped integers. `size` is None if unknown or if groups are not in input order."""
 
     def grouped(tensors: Parts) -> Grouped:
         found = read(tensors)
@@ -222,9 +222,9 @@ def _integers(parts: tuple[str, ...], read: Callable[[Parts], Grouped], size: in
 
 
 def fp4(size: int, *, codes: str, whole: str | None = None, divides: bool = False) -> Encoding:
-    """Return the encoding of e2m1 numbers, two per byte, with a scale for `size` numbers of a row.
+    """Return the encoding for e2m1 numbers, two per byte, with one scale per `size` numbers in a row.
 
-    `whole` names a scale of all scales, by which they are divided if `divides`, otherwise multiplied.
+    `whole` names a scale for the scales: they are divided by it if `divides` is set, and multiplied by it otherwise.
     """
 
     def decode(tensors: Parts) -> torch.Tensor:
@@ -240,9 +240,9 @@ def fp4(size: int, *, codes: str, whole: str | None = None, divides: bool = Fals
 
 
 def stacked_fp4() -> Encoding:
-    """Return the encoding of gpt-oss: all experts of a layer, in blocks of 32 e2m1 numbers with an exponent each.
+    """Return the encoding for gpt-oss: all experts in a layer, in blocks of 32 e2m1 numbers with one exponent each.
 
-    The model in bfloat16 has the transposed stack: [experts, inputs, outputs].
+    The bfloat16 model uses the transposed stack: [experts, inputs, outputs].
     """
 
     def decode(tensors: Parts) -> torch.Tensor:
@@ -252,7 +252,8 @@ def stacked_fp4() -> Encoding:
         _same(scales_ENG.shape, blocks_ENGH.shape[:-1])
         experts, outputs, groups, half = blocks_ENGH.shape
         shape = experts, groups * 2 * half, outputs
-        # Exact in bfloat16. Experts are decoded one by one, as all of a layer in float32 can take 8 GiB.
+        # This is exact in bfloat16. Experts are decoded one by one, because a layer's experts in float32 can take 8
+        # GiB.
         weight_EKN = torch.empty(shape, dtype=torch.bfloat16, device=blocks_ENGH.device)
         for expert in range(experts):
             values_NK = _fp4_values(blocks_ENGH[expert].flatten(1))
@@ -267,7 +268,7 @@ def stacked_fp4() -> Encoding:
 
 
 def _scale(stored: torch.Tensor) -> torch.Tensor:
-    """Return scales as float32. Bytes are exponents of two (e8m0), the highest of which is NaN."""
+    """Return scales as float32. Bytes are exponents of two (e8m0), and the highest exponent stands for NaN."""
     if stored.dtype != torch.uint8:
         return stored.float()
     exponents = stored.float() - 127
@@ -275,14 +276,14 @@ def _scale(stored: torch.Tensor) -> torch.Tensor:
 
 
 def _fp4_values(bytes_NH: torch.Tensor) -> torch.Tensor:
-    """Return e2m1 numbers as float32 [N, 2 * H]. The lower half of a byte comes first."""
+    """Return e2m1 numbers as float32 [N, 2 * H]. The lower half of each byte comes first."""
     low_high = torch.stack((bytes_NH & 15, bytes_NH >> 4), dim=-1).flatten(1).long()
     table = torch.tensor(FP4, device=bytes_NH.device)
     return torch.cat((table, -table))[low_high]
 
 
 def _spread(scale: torch.Tensor, shape: torch.Size, block: Block | None) -> torch.Tensor:
-    """Expand scales of blocks so that they broadcast with a matrix of that shape."""
+    """Expand block scales so that they broadcast with a matrix of the given shape."""
     if scale.numel() == 1 and block in (None, TENSOR):
         return scale.reshape(1, 1)
     sizes = [all_of if size < 0 else size for size, all_of in zip(block or CHANNEL, shape, strict=True)]
@@ -312,7 +313,7 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _groups_in_order(size: int | None, values_KN: torch.Tensor, scales_GN: torch.Tensor) -> torch.Tensor:
-    """Return the group of each input, for groups in the order of the inputs."""
+    """Return each input's group, for groups that follow the input order."""
     (num_inputs, num_outputs), num_groups = values_KN.shape, scales_GN.shape[0]
     if size is None:
         if num_groups == 0 or num_inputs % num_groups:
@@ -336,7 +337,7 @@ def _groups(indices: torch.Tensor, num_inputs: int, num_groups: int) -> torch.Te
 
 
 def _bits(words: int, values: int) -> int:
-    """Return the bits per integer from the number of words and values."""
+    """Return the number of bits per integer, given the number of words and values."""
     in_word = values // words if words else 0
     if in_word not in (4, 8) or words * in_word != values:
         raise EncodingError(f"packs {values} values into {words} words; integers of 4 or 8 bits are known")
@@ -357,7 +358,7 @@ def _words(found: Grouped) -> Words:
 
 
 def _packed(values: torch.Tensor) -> torch.Tensor:
-    """Pack eight consecutive 4-bit values of a row into each int32 word."""
+    """Pack every eight consecutive 4-bit values in a row into one int32 word."""
     if not values.is_meta and bool((values > 15).any()):
         raise EncodingError("has values or zero points beyond the 4 bits that config.json names")
     in_words = values.unflatten(1, (-1, 8))

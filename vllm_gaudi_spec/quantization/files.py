@@ -1,15 +1,15 @@
-"""Reads measurement and scale files in the layout of Intel Neural Compressor (INC), which `calibration/` writes.
+"""Reads measurement and scale files in the layout used by Intel Neural Compressor (INC), which `calibration/` writes.
 
-A run with QUANT_CONFIG's `dump_stats_path` P and W ranks has, for each rank r,
+With P as QUANT_CONFIG's `dump_stats_path` and W ranks, a run has these files for each rank r:
 
     P_hooks_maxabs_r_W.json, .npz            measurements: the largest |x| of each module's tensors
     P_hooks_maxabs_r_W_mod_list.json         the names of all measured modules
     P_hooks_maxabs_METHOD_r_W.json, .npz     the scales that `scale_method` METHOD derives from them
 
-The .json and the .npz hold the same values. INC reads the .npz, which contains a pickle. We read the .json, and only
-check that the .npz is complete and harmless, because unpickling a file runs code in it. INC reads only `Nodes`, so we
-add keys for what it does not record: `Model` (a fingerprint), `Linears` (how weights are split among ranks), and for
-scales the `Device`.
+The .json and .npz files hold the same values. INC reads the .npz, which contains a pickle. We read the .json, and only
+check that the .npz is complete and harmless, because unpickling a file runs the code in it. INC reads only `Nodes`. We
+add keys for information that it does not record: `Model` (a fingerprint), `Linears` (how weights are split among
+ranks), and, for scales, the `Device`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from vllm_gaudi_spec.quantization.pickles import list_foreign_calls
 MEASURED = "DynamicRange"
 SCALED = "Scale"
 _LOOKED_AT = "_mod_list.json"
-# The user who serves may not be the one who measured, so files are readable by all whatever the umask.
+# The users who measure and serve a model may differ, so everyone can read the files, whatever the umask.
 _RIGHTS = 0o644
 _ARCHIVES = (b"PK\3\4", b"PK\5\6")
-"""The first bytes of a file that numpy reads as an archive."""
+"""The first bytes of files that numpy reads as archives."""
 
 
 class QuantFilesError(ValueError):
-    """Raised for measurement or scale files that cannot be used. The message names them and the reason."""
+    """Raised for unusable measurement or scale files. The message names the files and the reason."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive rows of a linear layer's weight that are split among ranks: q, k, v, gate or up."""
+    """Consecutive rows of a linear layer's weight that are split among ranks: q, k, v, gate, or up."""
 
     rows: int
     heads: int = 0
@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """How a linear layer's weight, [rows, columns], is split among ranks. Sizes are those of all ranks together."""
+    """How a linear layer's weight, [rows, columns], is split among ranks. Sizes are totals across all ranks."""
 
     axis: Literal["rows", "columns", "whole"]
     parts: tuple[Part, ...]
@@ -61,12 +61,12 @@ class LinearShape:
 
 @dataclass
 class Node:
-    """The values of one module: [1, 1] per tensor, or [channels, 1] for a weight (as scales: [] or [channels])."""
+    """One module's values: [1, 1] per tensor, or [channels, 1] for a weight (scales are [] or [channels])."""
 
     inputs: list[np.ndarray]
     outputs: list[np.ndarray] = field(default_factory=list)
     params: dict[str, Any] = field(default_factory=dict)
-    """`weight`: an array, or for scales per channel {0: scales of outputs, 1: scales of inputs}."""
+    """`weight`: an array, or for per-channel scales, {0: output scales, 1: input scales}."""
 
     def arrays(self) -> Iterator[np.ndarray]:
         yield from self.inputs
@@ -84,23 +84,23 @@ class Record:
     mode: str
     nodes: dict[str, Node]
     looked_at: list[str] = field(default_factory=list)
-    """All measured modules. `nodes` has only those that saw a value."""
+    """All measured modules. `nodes` contains only modules that received a value."""
     model: str = ""
     linears: dict[str, LinearShape] = field(default_factory=dict)
     device: str = ""
-    """For scales: the card for whose FP8 range they are made, gaudi2 or gaudi3."""
+    """For scales: the card for whose FP8 range they were computed, gaudi2 or gaudi3."""
 
 
 # ---- names -------------------------------------------------------------------------------------------
 
 
 def stem(prefix: str | Path, rank: int, world: int, method: str = "") -> Path:
-    """Return the path, without its suffix, of measurements or of the scales of `method`."""
+    """Return the path, without its suffix, for measurements or for the scales from `method`."""
     return Path(f"{prefix}_hooks_maxabs{'_' + method.upper() if method else ''}_{rank}_{world}")
 
 
 def find_ranks(prefix: str | Path, method: str = "") -> dict[int, set[int]]:
-    """Return the ranks that have a file, by world size."""
+    """Return the ranks that have a file, keyed by world size."""
     prefix = Path(prefix)
     named = re.escape(stem(prefix.name, 0, 1, method).name.removesuffix("_0_1"))
     found: dict[int, set[int]] = {}
@@ -114,7 +114,7 @@ def find_ranks(prefix: str | Path, method: str = "") -> dict[int, set[int]]:
 
 
 def read_world(prefix: str | Path, world: int | None = None, method: str = "") -> list[Record]:
-    """Read the files of all ranks, which must be of one model. `world` may be omitted if there is only one size."""
+    """Read the files of all ranks, which must belong to one model. `world` is optional if there is only one size."""
     what = "scale" if method else "measurement"
     found = find_ranks(prefix, method)
     if not found:
@@ -131,7 +131,7 @@ def read_world(prefix: str | Path, world: int | None = None, method: str = "") -
 
 
 def read(path: Path) -> Record:
-    """Read one rank's files by their path without a suffix."""
+    """Read one rank's files, given their path without a suffix."""
     written = Path(f"{path}.json")
     for part in (written, Path(f"{path}.npz"), Path(f"{path}{_LOOKED_AT}")):
         _check_inside_folder(part)
@@ -202,7 +202,7 @@ def _array(values: Any) -> np.ndarray:
 
 
 def check_harmless(prefix: str | Path) -> None:
-    """Check all .npz files at a prefix before INC reads them."""
+    """Check all .npz files with a given prefix before INC reads them."""
     prefix = Path(prefix)
     for path in sorted(prefix.parent.glob("*.npz")):
         if path.name.startswith(prefix.name):
@@ -216,10 +216,10 @@ def _check_inside_folder(path: Path) -> None:
 
 
 def _check_whole(path: Path) -> None:
-    """Check the zip archive's checksums, and that its pickles call nothing, because INC will run them."""
+    """Check the zip archive's checksums, and that its pickles call nothing, because INC will unpickle them."""
     try:
         with path.open("rb") as file:
-            # zipfile finds an archive from its end, even after other data. numpy looks at the beginning.
+            # zipfile locates an archive from its end, even after other data. numpy checks the beginning.
             if file.read(4) not in _ARCHIVES:
                 raise zipfile.BadZipFile("it does not begin as an archive does")
             archive = zipfile.ZipFile(file)
@@ -243,7 +243,7 @@ def _check_whole(path: Path) -> None:
 
 
 def write_looked_at(path: Path, names: Sequence[str]) -> None:
-    """Write the list of measured modules of a rank, whose files have the path `path` without a suffix."""
+    """Write the list of a rank's measured modules. `path` is the path to the rank's files without a suffix."""
     replace(Path(f"{path}{_LOOKED_AT}"), json.dumps(list(names), indent=4).encode())
 
 

@@ -1,4 +1,4 @@
-"""Formats of quantized checkpoints: the encoding of each layer, from `quantization_config`."""
+"""Quantized checkpoint formats: each layer's encoding, determined from `quantization_config`."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ from vllm_gaudi_spec.quantization.encodings import (
 )
 
 FP8, UINT4 = "FP8", "4-bit integers"
-"""Formats in which linear layers can stay."""
+"""Formats in which linear layers can remain."""
 Described = Mapping[str, Any]
-"""The `quantization_config` of config.json."""
+"""The `quantization_config` in config.json."""
 
 
 class UnknownFormatError(ValueError):
-    """Raised for formats that are not read. The message completes "the model has quantized weights, which"."""
+    """Raised for formats that we cannot read. The message completes "the model has quantized weights, which"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFormat:
     name: str
     default: Encoding | None
-    """The encoding of layers, or None if only layers in `by_layer` are quantized."""
+    """The layers' encoding, or None if only layers in `by_layer` are quantized."""
     by_layer: tuple[tuple[str, Encoding], ...] = ()
-    """Encodings by patterns of layer names. The first match counts."""
+    """Encodings, each with a layer name pattern. The first match applies."""
     ignored: tuple[str, ...] = ()
-    """Names of layers that are not quantized, or of modules that contain them. Patterns begin with `re:`."""
+    """Names of unquantized layers, or of modules that contain them. Patterns begin with `re:`."""
     unused: tuple[str, ...] = ()
-    """Ends of the names of tensors that belong to a weight but do not change it."""
+    """Name suffixes of tensors that belong to a weight but do not change it."""
     before_part: str = "."
-    """The separator between the name of a layer and that of a part of its weight."""
+    """The separator between a layer's name and the name of a weight part."""
     weight: str = ".weight"
     """The suffix of a decoded weight's name."""
     native: str | None = None
-    """FP8 if linear layers are e4m3 numbers multiplied by such numbers, UINT4 if they are 4-bit integers in groups with
-    inputs that are not rounded, None otherwise or if names do not tell these layers from others."""
+    """FP8 if linear layers multiply e4m3 weights by e4m3 inputs, UINT4 if they combine grouped 4-bit integers with
+    unrounded inputs, and None otherwise or if names do not distinguish these layers from others."""
 
     def find_encoding(self, layer: str) -> Encoding | None:
         return next((encoding for pattern, encoding in self.by_layer if re.search(pattern, layer)), self.default)
@@ -79,7 +79,7 @@ def read_format(described: Described) -> CheckpointFormat:
 
 
 def method_of(described: Described) -> str:
-    """Return the quantization method. Checkpoints of ModelOpt may name only their producer."""
+    """Return the quantization method. ModelOpt checkpoints may name only their producer."""
     producer = described.get("producer")
     unnamed = "modelopt" if isinstance(producer, dict) and producer.get("name") == "modelopt" else "no known format"
     return str(described.get("quant_method") or unnamed).lower()
@@ -105,7 +105,7 @@ def _compressed_tensors(described: Described) -> CheckpointFormat:
             if not re.fullmatch(r"[A-Z]\w*", target):
                 named.append((_pattern(target), encoding))
                 continue
-            if default is not None and of_default != (weights, layout):  # `target` is a class of layers
+            if default is not None and of_default != (weights, layout):  # `target` is a layer class
                 raise UnknownFormatError("have a format for each class of layers, which is not read")
             default, of_default = encoding, (weights, layout)
             native.add(_native(encoding, weights, group.get("input_activations")))
@@ -170,7 +170,7 @@ def _block(weights: Mapping[str, Any]) -> Block:
 
 
 def _size(written: Any) -> int:
-    """Return how many numbers share a scale, -1 for all."""
+    """Return how many numbers share a scale; -1 means all."""
     if (size := int(written)) < 1 and size != -1:
         raise UnknownFormatError(f"have scales of {size} numbers each, which is not possible")
     return size
@@ -186,7 +186,7 @@ def _fp8(described: Described) -> CheckpointFormat:
     return CheckpointFormat(name="fp8", default=whole, ignored=_names(ignored), native=FP8)
 
 
-# GPTQ does not name unquantized layers, and AWQ tools name routers of experts by the ends of names, if at all.
+# GPTQ does not name unquantized layers, and AWQ tools list expert routers by name suffix, if at all.
 _ROUTERS = (r"re:(^|\.)(\w+_)?(gate|router)$",)
 
 
@@ -197,11 +197,11 @@ def _gptq(described: Described) -> CheckpointFormat:
         raise UnknownFormatError(f"are in GPTQ's layout {described['checkpoint_format']}, which is not read")
     is_new = described.get("checkpoint_format") == "gptq_v2"
     if not described.get("sym", True) and not is_new:
-        # Zero points are stored minus 1, and tools differ in how they store -1.
+        # Zero points are stored minus 1, and tools store -1 in different ways.
         raise UnknownFormatError("have zero points in GPTQ's first layout, which programs write in different ways")
     reordered = bool(described.get("desc_act", False))
     encoding = gptq(size=_group_size(described), reordered=reordered, zero_offset=0 if is_new else 1)
-    # With these fields, some layers may have other bits or may not be quantized.
+    # If these fields are set, some layers may use other bit widths or be unquantized.
     is_uniform = not described.get("modules_in_block_to_quantize") and not described.get("extra_config")
     is_uint4 = encoding.grouped is not None and int(described.get("bits", 4)) == 4 and is_uniform
     return CheckpointFormat(
@@ -245,7 +245,7 @@ def _modelopt(described: Described) -> CheckpointFormat:
     inner = described.get("quantization") or described
     algorithm = str(inner.get("quant_algo") or "").upper()
     encodings: dict[str, Encoding | None] = {
-        "": None,  # the KV cache alone
+        "": None,  # only the KV cache is quantized
         "FP8": numbers(None),
         "FP8_PER_CHANNEL_PER_TOKEN": numbers(None),
         "NVFP4": fp4(16, codes="weight", whole="weight_scale_2"),
@@ -257,7 +257,7 @@ def _modelopt(described: Described) -> CheckpointFormat:
 
 
 def _mxfp4(described: Described) -> CheckpointFormat:
-    """Return the format of gpt-oss, in which only experts are quantized."""
+    """Return the gpt-oss format, in which only experts are quantized."""
     experts = (r"\.experts\.(gate_up|down)_proj$", stacked_fp4())
     return CheckpointFormat(name="mxfp4", default=None, by_layer=(experts,), before_part="_", weight="")
 
@@ -274,5 +274,5 @@ _READERS: dict[str, Callable[[Described], CheckpointFormat]] = {
     "mxfp4": _mxfp4,
     "gpt_oss_mxfp4": _mxfp4,
 }
-"""Maps `quant_method`, as vLLM completes it, to the reader of its format."""
+"""Maps `quant_method`, as completed by vLLM, to the reader for its format."""
 FORMATS = tuple(_READERS)

@@ -1,9 +1,9 @@
-"""Arithmetic of float8 e4m3 numbers, exact except for the roundings that a Gaudi makes too.
+"""Float8 e4m3 arithmetic, exact except for the rounding that Gaudi performs as well.
 
-A number x is cast to e4m3 with scale s: x / s, clamped to the range and rounded to nearest even. A product of two such
-numbers is a multiple of 2**-18 below 2**18, so float64 adds tens of thousands of them without rounding: the sum does
-not depend on their order, and so not on the number of rows of a matmul. It is rounded once, to the model's dtype. In
-bfloat16, the sum and the scale are rounded before they are multiplied.
+A number x is cast to e4m3 with scale s by computing x / s, clamping it to the range, and rounding it to nearest even. A
+product of two such numbers is a multiple of 2**-18 below 2**18, and float64 can add tens of thousands of products
+without rounding: the sum depends neither on their order nor on the number of rows in a matmul. It is rounded once, to
+the model's dtype. In bfloat16, the sum and the scale are rounded before they are multiplied.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_gaudi_spec.attention.operations import Matmul
 
 
 def to_e4m3(x: torch.Tensor, largest: float) -> torch.Tensor:
-    """Cast to e4m3 with saturation. torch's own cast gives NaN instead."""
+    """Cast to e4m3 with saturation. Torch's own cast produces NaN instead."""
     return x.clamp(-largest, largest).to(torch.float8_e4m3fn)
 
 
@@ -25,15 +25,15 @@ class Arithmetic(Protocol):
 
     @property
     def matmul(self) -> Matmul:
-        """The matmul of numbers after `uncast`, in the model's dtype."""
+        """The matmul for numbers returned by `uncast`, in the model's dtype."""
         ...
 
     def cast(self, x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        """Return x * inverse as e4m3 numbers, in the form that `multiply` and `uncast` take."""
+        """Return x * inverse as e4m3 numbers, in the form that `multiply` and `uncast` accept."""
         ...
 
     def keep(self, weight_KN: torch.Tensor) -> torch.Tensor:
-        """Return an e4m3 weight in that form."""
+        """Return an e4m3 weight in the form that `multiply` accepts."""
         ...
 
     def multiply(
@@ -48,10 +48,10 @@ class Arithmetic(Protocol):
 
 
 class WideMatmul(Matmul):
-    """Matmul with float64 sums, rounded once.
+    """Matmul with float64 sums, which are rounded once.
 
-    float32 sums depend on a library's kernel, and so on the number of rows: a verify step would sometimes write other
-    numbers to an FP8 cache than a decode.
+    float32 sums depend on a library's kernel, and thus on the number of rows: a verify step would sometimes write
+    different numbers to an FP8 cache than a decode.
     """
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ class WideMatmul(Matmul):
 
 
 class HostArithmetic:
-    """FP8 arithmetic in plain torch, with e4m3 numbers as float64."""
+    """FP8 arithmetic in plain torch, with e4m3 numbers stored as float64."""
 
     matmul = WideMatmul()
 
@@ -67,19 +67,19 @@ class HostArithmetic:
         self._largest = largest
 
     def cast(self, x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        # In bfloat16 if x is, see `multiply`.
+        # Compute in bfloat16 if x is bfloat16; see `multiply`.
         scaled = x * inverse.bfloat16() if x.dtype is torch.bfloat16 else x.float() * inverse
         return to_e4m3(scaled, self._largest).double()
 
     def keep(self, weight_KN: torch.Tensor) -> torch.Tensor:
-        # Stored by output: a product of few rows reads the outputs one by one.
+        # Store the weight output by output, because a product with few rows reads the outputs one by one.
         return weight_KN.t().double().contiguous().t()
 
     def multiply(
         self, x: torch.Tensor, y: torch.Tensor, x_scale: torch.Tensor, y_scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         out, scale = torch.matmul(x, y), x_scale.double() * y_scale.double()
-        # As in two layers of real checkpoints in vllm-gaudi's tests (v0.26.0, test_hpu_compressed_tensors.py).
+        # This matches two layers from real checkpoints in vllm-gaudi's tests (v0.26.0, test_hpu_compressed_tensors.py).
         return out.bfloat16() * scale.bfloat16() if dtype is torch.bfloat16 else (out * scale).to(dtype)
 
     def uncast(self, x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Chooses the dtype of KV from the user's option, the checkpoints' schemes and the device.
+"""Chooses the KV dtype based on the user's option, the checkpoints' schemes, and the device.
 
-The target and its drafter have the same dtype, because their layers share memory. vLLM applies a checkpoint's scheme
-while it makes the layers, which is after configurations are checked, so schemes are accepted or dropped here.
+The target and its drafter use the same dtype, because their layers share memory. vLLM applies a checkpoint's scheme
+while it creates the layers, after configurations are checked, so schemes are accepted or dropped here.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Other names for e4m3: vLLM's and vllm-gaudi's.
+# Other names for e4m3 in vLLM and vllm-gaudi.
 _E4M3_NAMES = ("fp8", "fp8_inc")
 _AUTO = "auto"
-# vLLM has no name for float32. If the checkpoint has a scheme, these values mean the model's dtype.
+# vLLM has no name for float32. If the checkpoint has a scheme, these values select the model's dtype.
 _UNQUANTIZED = ("bfloat16", "float16")
 BY_HEAD = "attn_head"
-"""The strategy of compressed-tensors schemes with a scale per head instead of one for all heads."""
+"""The strategy in compressed-tensors schemes that have one scale per head instead of one for all heads."""
 _STRATEGIES = ("tensor", BY_HEAD)
 _SET_ASIDE = "kv_cache_scheme_set_aside"
-"""Marks a configuration whose scheme is dropped, although the checkpoint has its scales and zero points."""
+"""Marks a configuration whose scheme is dropped although the checkpoint contains its scales and zero points."""
 _OF_SCHEMES = re.compile(r"\.[qkv]_(?:scale|zero_point)$")
 
 
 def choose_kv_dtype(vllm_config: VllmConfig, model: ModelConfig, *, has_fp8: bool) -> None:
-    """Set the KV dtype before anything is loaded: for the target first, then for its drafter.
+    """Set the KV dtype before anything is loaded. Call this for the target first, and then for its drafter.
 
     Args:
         has_fp8: Whether the device supports FP8 KV.
@@ -48,8 +48,8 @@ def choose_kv_dtype(vllm_config: VllmConfig, model: ModelConfig, *, has_fp8: boo
         _set_aside(vllm_config, model)  # the user overrides the checkpoint
         cache.cache_dtype = _AUTO
     for written in _quantization_configs(model):
-        # For ModelOpt's formats vLLM has already set the dtype, and whether the user set it too is lost. For
-        # compressed-tensors it will take the dtype from the scheme.
+        # For ModelOpt formats, vLLM has already set the dtype, and it is unknown whether the user set it too. For
+        # compressed-tensors, vLLM will take the dtype from the scheme.
         taken = cache.cache_dtype != _AUTO and cache.cache_dtype == get_kv_cache_quant_algo_string(written)
         scheme = None if taken else written.get("kv_cache_scheme")
         is_supported = cache.cache_dtype == FP8_KV if taken else scheme is not None and _is_served(scheme, model)
@@ -74,7 +74,7 @@ def choose_kv_dtype(vllm_config: VllmConfig, model: ModelConfig, *, has_fp8: boo
 
 
 def suggest_model_dtype(vllm_config: VllmConfig) -> str:
-    """Return how to keep KV in the model's dtype, for messages. It depends on who asks for FP8."""
+    """Return how to keep KV in the model's dtype, for messages. The advice depends on who requests FP8."""
     target = get_target_config(vllm_config)
     if _asks_for_quantized_kv(target):
         return f"use --kv-cache-dtype bfloat16, which keeps the KV of {target.model} in the model's dtype"
@@ -89,16 +89,16 @@ def was_set_aside(model: ModelConfig) -> bool:
 def drop_scales_set_aside(
     tensors: Iterable[tuple[str, torch.Tensor]], model: ModelConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return a model's tensors without the scales of a dropped scheme.
+    """Return a model's tensors without the scales that belong to a dropped scheme.
 
-    Layers may not have parameters of their shape, or would use them for FP8 KV for which they were not made.
+    Layers may lack parameters with the same shapes, or would use the scales for FP8 KV, for which they were not made.
     """
     drops = was_set_aside(model)
     return (pair for pair in tensors if not (drops and _OF_SCHEMES.search(pair[0])))
 
 
 def list_schemes(model: ModelConfig) -> list[dict[str, Any]]:
-    """Return the schemes of compressed-tensors that were not dropped."""
+    """Return the compressed-tensors schemes that were not dropped."""
     written = (written.get("kv_cache_scheme") for written in _quantization_configs(model))
     return [scheme for scheme in written if isinstance(scheme, dict) and "strategy" in scheme]
 
@@ -129,7 +129,7 @@ def _asks_for_quantized_kv(model: ModelConfig) -> bool:
 
 
 def _quantization_configs(model: ModelConfig) -> Iterator[dict[str, Any]]:
-    """Yield the quantization configurations of a model, wherever vLLM looks for them."""
+    """Yield a model's quantization configurations from every place where vLLM looks for them."""
     described = (model.hf_config, model.hf_text_config)
     for config in described if described[0] is not described[1] else described[:1]:
         for name in ("quantization_config", "compression_config"):

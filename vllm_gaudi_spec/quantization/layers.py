@@ -1,7 +1,7 @@
-"""FP8 modules with scales from a file: linear layers, the matmuls and the softmax of attention, and KV caches.
+"""FP8 modules with scales from a file: linear layers, attention's matmuls and softmax, and KV caches.
 
-They compute like those of Intel Neural Compressor on a Gaudi: operands are cast, products are scaled back in the
-model's dtype, and a bias is added afterwards. Caches serve QUANT_CONFIG and --kv-cache-dtype alike.
+They compute in the same way as Intel Neural Compressor's modules on Gaudi: operands are cast, products are scaled back
+in the model's dtype, and a bias is added afterwards. QUANT_CONFIG and --kv-cache-dtype use the same caches.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ KV_DTYPE = torch.float8_e4m3fn
 
 
 def kv_range(fp8_range: str | None) -> str:
-    """Return the card whose e4m3 range KV uses: the device, else a simulated Gaudi 3.
+    """Return the card whose e4m3 range KV uses: the device's card, or a simulated Gaudi 3.
 
-    Scales of checkpoints are made for the range of a Gaudi 3.
+    Checkpoint scales are made for the range of a Gaudi 3.
     """
     return fp8_range or GAUDI3
 
@@ -48,7 +48,7 @@ class Cast(nn.Module):
 
 
 class CalibratedLinear(nn.Module):
-    """An FP8 `quant_method` of a layer, whose own weight it replaces."""
+    """An FP8 `quant_method` that replaces its layer's own weight."""
 
     weight_scale: torch.Tensor
 
@@ -60,7 +60,7 @@ class CalibratedLinear(nn.Module):
         weight_scale: torch.Tensor,
         arithmetic: Arithmetic,
     ) -> None:
-        """Take over an e4m3 weight with its scale, which is [] or [N]."""
+        """Take over an e4m3 weight with its scale, whose shape is [] or [N]."""
         super().__init__()
         self._arithmetic = arithmetic
         self.input = Cast(input_scale, arithmetic)
@@ -86,7 +86,7 @@ class Fp8Matmul(Matmul):
 
 
 class Fp8Softmax(Softmax):
-    """A softmax whose result is rounded to FP8."""
+    """A softmax that rounds its result to FP8."""
 
     def __init__(self, scale: torch.Tensor, arithmetic: Arithmetic) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Fp8Softmax(Softmax):
 
 class Fp8Cache(VLLMKVCache):
     def __init__(self, scale: torch.Tensor, arithmetic: Arithmetic, dtype: torch.dtype) -> None:
-        """Cast with `scale`, which is [] or [heads, 1], and return blocks in `dtype`, the model's."""
+        """Cast with `scale`, whose shape is [] or [heads, 1], and return blocks in the model's dtype, `dtype`."""
         super().__init__()
         self.input = Cast(scale, arithmetic)
         self._dtype = dtype
@@ -111,7 +111,7 @@ class Fp8Cache(VLLMKVCache):
 
 
 def serve_linear(layer: Any, linear: Any) -> None:
-    """Make `linear.apply(layer, x, bias)` compute a linear layer of vLLM or of torch."""
+    """Make `linear.apply(layer, x, bias)` compute a linear layer from vLLM or torch."""
     if isinstance(layer, nn.Linear):
         layer.served_by = linear
         layer.forward = partial(_forward, layer)  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
-"""The vLLM quantization method `dequantized`, whose layers are those of an unquantized model.
+"""The `dequantized` quantization method for vLLM, whose layers match those in an unquantized model.
 
-vLLM asks it first about every checkpoint with a `quantization_config`, while it makes the configuration.
+While vLLM creates the configuration, it asks this method first about every checkpoint with a `quantization_config`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _VLLMS_NAMES = {
 def _rename(name: str, renaming: WeightsMapper) -> str:
     if name.startswith("re:"):
         return name
-    # Mapped as a tensor's name, because prefixes of a mapper end in dots.
+    # Map it as a tensor name, because a mapper's prefixes end in dots.
     return str(renaming.map_name(f"{name}.weight")).removesuffix(".weight")
 
 
@@ -49,7 +49,7 @@ class DequantizedConfig(QuantizationConfig):
         self._renamings: list[WeightsMapper] = []
         # vLLM reads this attribute.
         self.kv_cache_scheme = self._written.get("kv_cache_scheme")
-        # Set by vLLM for the whole model, to split heads among ranks.
+        # vLLM sets this for the whole model, to split heads among ranks.
         self.total_num_heads = self._written.get("total_num_heads")
         self.total_num_kv_heads = self._written.get("total_num_kv_heads")
         self._has_scales_by_head = (self.kv_cache_scheme or {}).get("strategy") == BY_HEAD
@@ -81,21 +81,21 @@ class DequantizedConfig(QuantizationConfig):
         if is_left_to_vllm() or (method := method_of(hf_quant_cfg)) not in FORMATS:
             return None
         if user_quant not in (None, DEQUANTIZED, method, *_VLLMS_NAMES.get(method, ())):
-            return None  # vLLM accepts or refuses it
-        return DEQUANTIZED  # variants that we cannot read are refused later, with the reason
+            return None  # vLLM accepts or rejects it
+        return DEQUANTIZED  # unreadable variants are rejected later, with the reason
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
-        # config.json has the names in the files, but vLLM asks about layers by their names in the model.
+        # config.json uses the names in the files, but vLLM asks about layers by their names in the model.
         self._renamings.append(hf_to_vllm_mapper)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        # Imported late: general plugins are loaded in processes that need no layers.
+        # Import this late: general plugins are loaded in processes that need no layers.
         from vllm_gaudi_spec.upstream.layers import Attention, LinearBase, MLAAttention, UnquantizedLinearMethod
 
         if isinstance(layer, LinearBase):
             return self._native_linear(prefix) or UnquantizedLinearMethod()
         if isinstance(layer, Attention | MLAAttention):
-            # Reads the scales of KV; those per head are split among tensor-parallel ranks.
+            # This method reads KV scales; per-head scales are split among tensor-parallel ranks.
             return make_kv_cache_method(self, has_scales_by_head=self._has_scales_by_head)
         return None  # vLLM's default for unquantized experts and embeddings
 
@@ -118,7 +118,7 @@ class DequantizedConfig(QuantizationConfig):
             assert format.default is not None
             return Uint4Linear(convert=weights.from_uint4, group_size=format.default.group_size, prefix=prefix)
         assert weights.fp8_arithmetic is not None
-        assert weights.fp8_range is not None  # a device that multiplies FP8 has a range
+        assert weights.fp8_range is not None  # a device with FP8 products has a range
         largest = E4M3_MAX[weights.fp8_range]
         return Fp8Linear(arithmetic=weights.fp8_arithmetic, largest=largest, prefix=prefix)
 

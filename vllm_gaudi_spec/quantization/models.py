@@ -1,4 +1,4 @@
-"""Measures or quantizes loaded models: by QUANT_CONFIG, by its like for the drafter, and by --kv-cache-dtype fp8."""
+"""Measures or quantizes loaded models, for QUANT_CONFIG, the drafter's counterpart, and --kv-cache-dtype fp8."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The quantization of a model that will be loaded."""
+    """The quantization of a model that is about to be loaded."""
 
     quant_config: QuantConfig
     model: str
@@ -76,9 +76,9 @@ class Quantization:
 
 
 def _latent(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of latent attention, which are never measured or quantized.
+    """Yield latent attention's modules, which are never measured or quantized.
 
-    Its cache has one row for key and value, and it absorbs `kv_b_proj`.
+    Latent attention's cache has a single row for key and value, and the attention absorbs `kv_b_proj`.
     """
     for module in model.modules():
         if isinstance(module, MLAAttention):
@@ -87,16 +87,16 @@ def _latent(model: nn.Module) -> Iterator[nn.Module]:
 
 
 _GAUDI2_FACTOR = 2.0
-"""Scales of checkpoints are for e4m3 up to 448, but a Gaudi 2 has numbers up to 240. Doubling the scale keeps larger
-numbers, as quirk Q02 does for weights, and costs numbers below 1/32 of the scale one bit. A scale of 1 is not doubled,
-as it was not made for any numbers."""
+"""Checkpoint scales assume e4m3 numbers up to 448, but a Gaudi 2 has numbers only up to 240. Doubling the scale
+preserves larger numbers, as quirk Q02 does for weights, and costs numbers below 1/32 of the scale one bit. A scale of 1
+is not doubled, because it was not derived from any numbers."""
 
 
 def quantize_kv(vllm_config: VllmConfig, backend: DeviceBackend, model: str, others: Collection[str]) -> None:
-    """Quantize the KV of the layers that were just loaded for --kv-cache-dtype fp8, with the scales of its checkpoint.
+    """Quantize the KV of the most recently loaded layers for --kv-cache-dtype fp8, using the checkpoint's scales.
 
     Keys and values are cast to e4m3 when written and scaled back when read, by the same modules that QUANT_CONFIG uses.
-    Layers whose caches QUANT_CONFIG has quantized keep them.
+    Layers whose caches QUANT_CONFIG has quantized keep those caches.
 
     Args:
         model: The model's name, for messages.
@@ -119,7 +119,7 @@ def quantize_kv(vllm_config: VllmConfig, backend: DeviceBackend, model: str, oth
     for name, layer in layers.items():
         if layer.impl.kv_dtype is not None:
             continue
-        # A layer that reads another layer's KV uses the scales with which it was written.
+        # A layer that reads another layer's KV uses the scales with which that KV was written.
         owner = getattr(layer, "kv_sharing_target_layer_name", None) or name
         k_scale, v_scale = (_scale(every[owner], owner, which, remedy) for which in ("k_scale", "v_scale"))
         unscaled += bool((k_scale == 1).all() or (v_scale == 1).all())

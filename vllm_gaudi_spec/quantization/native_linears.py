@@ -1,4 +1,4 @@
-"""Linear methods of layers whose weights stay as they are in a quantized checkpoint."""
+"""Linear methods for layers whose weights stay as they are in a quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from vllm_gaudi_spec.upstream.layers import (
     replace_parameter,
 )
 
-# Added to scales, because a row of padding is all zeros: 0 / 0 would be NaN.
+# Added to scales because a padding row is all zeros: 0 / 0 would be NaN.
 _SMALLEST = 1e-8
-_NOT_LOADED = torch.finfo(torch.float32).min  # vLLM's initial value of a scale
+_NOT_LOADED = torch.finfo(torch.float32).min  # vLLM's initial scale value
 _IN_WORD = 8
 
 
 class Fp8Linear(LinearMethodBase):
-    """E4m3 weights with a scale per row. Inputs are rounded to e4m3 token by token."""
+    """E4m3 weights with one scale per row. Inputs are rounded to e4m3 token by token."""
 
     def __init__(self, *, arithmetic: Callable[[float], Arithmetic], largest: float, prefix: str) -> None:
         """Use arithmetic with e4m3 numbers up to `largest`, the device's maximum."""
@@ -58,15 +58,15 @@ class Fp8Linear(LinearMethodBase):
         if bool((scale_N == _NOT_LOADED).any()):
             raise RuntimeError(f"{self._prefix} is kept in FP8, but its checkpoint has no such weight for it.")
         if self._largest < E4M3:
-            # Half of the largest number fits the range. Halving may round numbers below 2**-5, so only rows that need
-            # it are halved (quirk Q02).
+            # Half of the largest number fits in the range. Halving may round numbers below 2**-5, so it applies only to
+            # rows that need it (quirk Q02).
             factor_N = 1.0 + (weight_NK.float().abs().amax(1) > self._largest)
             weight_NK, scale_N = (weight_NK.float() / factor_N[:, None]).to(torch.float8_e4m3fn), scale_N * factor_N
         replace_parameter(layer, "weight", self._arithmetic.keep(weight_NK.t().contiguous()))
         replace_parameter(layer, "weight_scale", scale_N.contiguous())
 
     def quantize(self, weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's weight and scales for a weight of floats, on the host, where nothing is compiled."""
+        """Quantize a float weight on the host, where nothing is compiled, and return the weight and its scales."""
         weight_NK = weight_NK.cpu().float()
         scale_N1 = weight_NK.abs().amax(1, keepdim=True) / self._largest + _SMALLEST
         weight_KN = to_e4m3(weight_NK / scale_N1, self._largest).t().contiguous()
@@ -83,7 +83,7 @@ class Fp8Linear(LinearMethodBase):
 
 
 class Uint4Linear(LinearMethodBase):
-    """Weights of 4-bit integers, which an operator of the device converts at each step."""
+    """Weights stored as 4-bit integers, which a device operator converts at each step."""
 
     def __init__(self, *, convert: Callable[[Words, torch.dtype], torch.Tensor], group_size: int, prefix: str) -> None:
         """Convert weights with `convert`. `group_size` is the number of inputs that share a scale."""
@@ -101,7 +101,7 @@ class Uint4Linear(LinearMethodBase):
     ) -> None:
         num_inputs, num_outputs = input_size_per_partition, sum(output_partition_sizes)
         if num_inputs % self._group_size or any(size % _IN_WORD for size in output_partition_sizes):
-            # A rank's part begins or ends within a group or a word. The reader sees this method and dequantizes.
+            # A rank's part begins or ends inside a group or word. The reader recognizes the new method and dequantizes.
             layer.quant_method = UnquantizedLinearMethod()
             layer.quant_method.create_weights(
                 layer,

@@ -1,4 +1,4 @@
-"""FP8 copies of a drafter's output matrices (`draft_lm_head_quantization`). Its target verifies with the originals."""
+"""FP8 copies of a drafter's output matrices (`draft_lm_head_quantization`). The target verifies with the originals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Fp8Copy(nn.Module):
 
 
 def quantize_output_matrices(model: Any, weights: Any, name: str) -> None:
-    """Compute a drafter's logits from FP8 copies of its output matrices, which are its own or its target's."""
+    """Compute a drafter's logits from FP8 copies of its output matrices, which may belong to its target."""
     modules = model.named_modules(remove_duplicate=False)
     matrices = {one for path, one in modules if path.endswith("head") and isinstance(one, VocabParallelEmbedding)}
     if not matrices or any(matrix.weight.dim() != 2 or matrix.weight.itemsize == 1 for matrix in matrices):
@@ -39,6 +39,6 @@ def quantize_output_matrices(model: Any, weights: Any, name: str) -> None:
     method = Fp8Linear(arithmetic=weights.fp8_logits, largest=E4M3_MAX[weights.fp8_range], prefix="lm_head")
     copies = {matrix: Fp8Copy(matrix, method) for matrix in matrices}
     for module in model.modules():
-        if isinstance(module, LogitsProcessor):  # which also multiplies other matrices, such as DSpark's bias
+        if isinstance(module, LogitsProcessor):  # may also multiply other matrices, such as DSpark's bias
             module.register_forward_pre_hook(lambda _, args: (copies.get(args[0], args[0]), *args[1:]))
     model.fp8_output_matrices = nn.ModuleList(copies.values())

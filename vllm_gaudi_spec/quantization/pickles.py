@@ -1,7 +1,7 @@
 """Finds the calls that unpickling would make, without unpickling.
 
 Intel Neural Compressor (INC) keeps measurements and scales in .npz files with a pickled dictionary, and unpickles them
-on a Gaudi. We never do, and check files before INC reads them.
+on Gaudi. We never unpickle them, and we check files before INC reads them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import IO, cast
 import numpy as np
 from numpy.lib import format as npy
 
-# The calls of an object array, in all formats that numpy writes.
+# Calls that an object array needs, in all formats that numpy writes.
 _OF_ARRAYS = {
     *(
         f"{module}.{name}"
@@ -32,10 +32,10 @@ _MARKS = {"PROTO", "FRAME"}
 
 
 def list_foreign_calls(member: IO[bytes]) -> Iterator[str]:
-    """Yield what the pickle in an .npy file would import or call that an array does not need.
+    """Yield the imports and calls in an .npy file's pickle that an array does not need.
 
     Raises:
-        ValueError: It is not an .npy file.
+        ValueError: The file is not an .npy file.
     """
     version = npy.read_magic(member)
     read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
@@ -45,7 +45,7 @@ def list_foreign_calls(member: IO[bytes]) -> Iterator[str]:
 
 
 def list_calls(pickled: bytes) -> Iterator[str]:
-    """Yield the dotted names of what is called. If a name is computed, yield a text that is not a valid name."""
+    """Yield the dotted names of the calls. If a name is computed, yield text that is not a valid name."""
     texts: list[object] = []  # the strings on top of the stack
     memo: dict[int, object] = {}
     for operation, argument, _ in pickletools.genops(pickled):

@@ -1,6 +1,6 @@
 """Quantizes models without Intel Neural Compressor (INC), on the CPU and the emulated Gaudi.
 
-It chooses the same modules by name and class as INC, and uses the same files. `calibration/` measures them.
+It selects the same modules as INC, by name and class, and uses the same files. `calibration/` measures the modules.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ LINEARS = (
 )
 MATMUL, SOFTMAX, CACHE = "Matmul", "Softmax", "VLLMKVCache"
 CACHE_OF = {"matmul_qk": "k_cache", "matmul_av": "v_cache"}
-"""The cache from which a matmul's second operand comes."""
+"""The cache that provides a matmul's second operand."""
 
 
 Measure = Callable[[nn.Module, QuantConfig, LoadContext], Measuring]
 measure: Measure | None = None
-"""Measures a model; set by `calibration/` in the worker processes of its engine."""
+"""Measures a model; `calibration/` sets this in its engine's worker processes."""
 
 
 class Found(NamedTuple):
     name: str
     kind: str
     module: Any
-    """A layer of vLLM or of torch."""
+    """A layer from vLLM or torch."""
     parent: Any
 
     @property
@@ -62,7 +62,7 @@ class Found(NamedTuple):
 
 
 def find_modules(model: nn.Module, quant_config: QuantConfig, apart: Collection[nn.Module] = ()) -> Iterator[Found]:
-    """Yield the modules of a model that INC would take, without those in `apart`."""
+    """Yield the modules in a model that INC would select, except those in `apart`."""
     for name, module in list(model.named_modules()):
         kind = type(module).__name__
         if kind in (*LINEARS, MATMUL, SOFTMAX, CACHE) and quant_config.takes(name, kind) and module not in apart:
@@ -90,7 +90,7 @@ def quantize(
     load_context: LoadContext,
     arithmetic: Callable[[float], Arithmetic],
 ) -> None:
-    """Replace a model's modules by FP8 modules with the scales of its files."""
+    """Replace a model's modules with FP8 modules that use the scales in its files."""
     prefix = quant_config.dump_stats_path
     record = files.read_world(prefix, load_context.world, quant_config.scale_method)[load_context.rank]
     loaded = fingerprint(load_context.model) if record.model else ""
@@ -172,7 +172,7 @@ def _replace(found: Found, node: files.Node, largest: float, arithmetic: Arithme
 
 
 def _weight_scale(node: files.Node, num_outputs: int) -> torch.Tensor:
-    """Return the scale of a weight, [] or [N]."""
+    """Return a weight's scale, [] or [N]."""
     weight_scale = node.params["weight"]
     if not isinstance(weight_scale, dict):
         return _tensor(weight_scale)
@@ -183,7 +183,7 @@ def _weight_scale(node: files.Node, num_outputs: int) -> torch.Tensor:
 
 
 def _tensor(values: np.ndarray) -> torch.Tensor:
-    """Return the scale of a whole tensor."""
+    """Return the scale for a whole tensor."""
     if values.size != 1 or not (values > 0).all():
         raise _WrongScales
     return torch.tensor(float(values.reshape(-1)[0]), dtype=torch.float32)
