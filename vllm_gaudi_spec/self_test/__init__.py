@@ -1,4 +1,4 @@
-"""The self-test: checks on the device itself what the engine relies on, before it serves anything.
+"""The self-test: checks the engine's assumptions on the device itself before anything is served.
 
-Its graphs are called `self_test_...` in reports.
+Reports list its graphs as `self_test_...`.
 """

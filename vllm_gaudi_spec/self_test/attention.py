@@ -1,7 +1,7 @@
-"""Checks attention over paged KV against float64 on the host, and that writing KV of padding changes no row.
+"""Checks attention over paged KV against float64 on the host, and that writing padding's KV changes no row.
 
-Rows are ragged, and end before, at and after the ends of blocks. Slots that no row wrote hold numbers so large that any
-query that sees one of them is far off.
+Rows have different lengths, and end before, at, and after block boundaries. Slots that no row wrote hold numbers so
+large that the result for any query that attends to them is far off.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
 
 _HEADS, _KV_HEADS, _HEAD_SIZE = 8, 2, 128
 _VERIFY_QUERIES = 4
-# Around the length beyond which an NPU's kernel left out keys, with other arguments than ours (quirk A01), and near
-# the end of a block table.
+# Lengths around the one beyond which an NPU kernel skipped keys, with arguments that differ from ours (quirk A01), and
+# near the end of a block table.
 _LONG = (511, 512, 513, 4095)
 _WINDOW = 300
-# A chunk of this many queries after as many keys: with some masks and lengths, which were not published, a Gaudi 3's
-# fused attention corrupts all groups of heads but the first (quirk A31). Comparing every query would take too long.
+# A chunk of this many queries follows equally many keys: with some masks and lengths, which were not published, a Gaudi
+# 3's fused attention corrupts all head groups except the first (quirk A31). Comparing every query would take too long.
 _LONG_CHUNK = 1024
 _COMPARED_EACH = 61
-# Powers of two, with which the keys of the checks are e4m3 numbers: one for all heads, or one per head.
+# Powers of two, with which the checks' keys are e4m3 numbers: one scale for all heads, or one per head.
 _KV_SCALE = torch.tensor(0.25)
 _KV_SCALES_BY_HEAD = torch.tensor([[0.25], [0.5]])
-# The smallest e4m3 number above 0.
+# The smallest positive e4m3 number.
 _SMALLEST = 2.0**-9
-# Finite in every dtype, as are sums of 128 products in float32.
+# This number and sums of 128 products in float32 are finite in every dtype.
 _HUGE = 3e4
-# For results of size 1. Inputs have the same bits; kernels round scores, weights and results to the model's dtype.
+# For results of magnitude 1. Inputs are bit-identical; kernels round scores, weights, and results to the dtype.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -63,19 +63,19 @@ def check_decode(subject: Subject) -> str:
 
 
 def check_prompts(subject: Subject) -> str:
-    """Check prompt chunks that begin and end within blocks, with and without padding, and with a sliding window."""
+    """Check prompt chunks that begin and end inside blocks, with and without padding, and with a sliding window."""
     block, chunk = subject.backend.traits.block_size, subject.backend.traits.smallest_prefill
     num_rows = min(2, max(subject.backend.traits.prefill_rows))
     for starts, real in (([block + 3, 5], [chunk - 5, 9]), ([0, 4 * block], [chunk, 1]), ([0, 0], [9, chunk])):
         _attend(subject, "prompt chunks", starts[:num_rows], real[:num_rows], chunk, decode=False)
-    # An NPU's compressed mask has 2,048 queries and keys for all lengths.
+    # An NPU's compressed mask covers 2,048 queries and keys, whatever the lengths.
     starts, real = [2048 + block - 1, _WINDOW][:num_rows], [chunk - 1, chunk][:num_rows]
     form = _attend(subject, "long prompt chunks", starts, real, chunk, decode=False)
     lengths = [start + count for start, count in zip(starts, real, strict=True)]
     rows = _Rows(subject, lengths, chunk, decode=False, window=_WINDOW)
     rows.hide([start - _WINDOW + 1 for start in starts])
     rows.check(f"prompt chunks under a window of {_WINDOW}", starts, real)
-    # With the row of padding as many queries of all heads as FlashAttention takes on CUDA.
+    # Together with the padding row, this is the minimum number of queries for FlashAttention on CUDA.
     rows = _Rows(subject, [2 * _LONG_CHUNK], _LONG_CHUNK, decode=False)
     rows.check(f"prompt chunks of {_LONG_CHUNK}", [_LONG_CHUNK], [_LONG_CHUNK], each=_COMPARED_EACH)
     return f"{form}, with a window and of {_LONG_CHUNK} positions too"
@@ -91,9 +91,9 @@ def check_verify(subject: Subject) -> str:
 
 
 def check_replays(subject: Subject) -> str:
-    """Check that replays of one graph, over rows that grow by blocks or start again, equal graphs made for each step.
+    """Check that replays of one graph, over rows that gain blocks or restart, match graphs made for each step.
 
-    On an NPU, graphs get bounds of lengths from the host.
+    On an NPU, graphs receive length bounds from the host.
     """
     block = subject.backend.traits.block_size
     for queries in (1, _verify_queries(subject.backend)):
@@ -103,7 +103,7 @@ def check_replays(subject: Subject) -> str:
         replayed = [rows.attend(starts)[1] for starts in steps]
         for number, (starts, found_BQHD) in enumerate(zip(steps, replayed, strict=True)):
             rows.layer.forget_graphs()
-            # Without the row of padding.
+            # Ignore the padding row.
             off = (found_BQHD - rows.attend(starts)[1])[:-1].abs().nan_to_num(nan=torch.inf).amax().item()
             if off > _TOLERANCE[subject.dtype]:
                 raise Failed(
@@ -114,10 +114,10 @@ def check_replays(subject: Subject) -> str:
 
 
 def check_writes(subject: Subject) -> str:
-    """Write KV of real positions and of padding at once, then check each position by itself.
+    """Write KV for real positions and padding together, then check each position separately.
 
-    The key of each position is a unit vector that no other position of the row has, so a query for it returns exactly
-    that position's value. This reads a cache in any layout, and notices wrong keys as well as wrong values.
+    Each position's key is a unit vector that no other position in the row has, so a query for it returns exactly that
+    position's value. This method works with any cache layout, and detects wrong keys as well as wrong values.
     """
     layer = _Layer(subject, num_blocks=4, num_heads=_KV_HEADS)
     block, queries = layer.spec.block_size, _verify_queries(subject.backend)
@@ -129,7 +129,8 @@ def check_writes(subject: Subject) -> str:
     slots_RS = (torch.arange(1, 4) * block)[:, None] + torch.arange(length)
     layer.write(keys_RSKD.flatten(0, 1), values_RSKD.flatten(0, 1), slots_RS.flatten())
 
-    # A row in the middle, one of padding only, which begins in a slot of that row, and one at the end of its block.
+    # One row is inside its block, one contains only padding and begins in a slot that the first row uses, and one ends
+    # with its block.
     starts, real = [5, 4 + queries, length - queries], [queries - 1, 0, queries]
     key, value = (torch.full((3, queries, _KV_HEADS, _HEAD_SIZE), _HUGE) for _ in range(2))
     for row, (start, count) in enumerate(zip(starts, real, strict=True)):
@@ -151,7 +152,7 @@ def check_writes(subject: Subject) -> str:
     subject.backend.graphs.graph(self_test_step)(*map(subject.backend.memory.upload, (*inputs, *kv)))
 
     found_RSKD = layer.attend(keys_RSKD.flatten(0, 1), [0] * 3, length, table).unflatten(0, (3, length))
-    wrong = (~((found_RSKD - values_RSKD).abs() <= 0.25)).flatten(2).any(-1).nonzero()  # NaN as well
+    wrong = (~((found_RSKD - values_RSKD).abs() <= 0.25)).flatten(2).any(-1).nonzero()  # true for NaN as well
     if len(wrong):
         row, position = wrong[0].tolist()
         written = 0 <= position - starts[row] < real[row]
@@ -164,7 +165,7 @@ def check_writes(subject: Subject) -> str:
 
 
 def check_fp8_kv(subject: Subject) -> str:
-    """Check that values of all sizes are stored as the nearest e4m3 number, or as the largest."""
+    """Check that values of all magnitudes are stored as the nearest e4m3 number, or as the largest one."""
     weights = subject.backend.weights
     if weights.fp8_arithmetic is None:
         raise NotChecked("this device keeps KV in the model's dtype")
@@ -192,7 +193,7 @@ def _check_kv_by(subject: Subject, scale: torch.Tensor, arithmetic: Arithmetic, 
         flat = torch.tensor([(1, row, 0) for row in range(length)], dtype=torch.int32).T.contiguous()
     found["decodes"] = layer.attend(keys_SKD, list(range(length)), 1, table.expand(length, 1).contiguous(), flat)
     for what, found_SKD in found.items():
-        # Half of the smallest spacing of e4m3 numbers. A comparison with NaN is false.
+        # Allow half of the smallest relative spacing between e4m3 numbers. A comparison with NaN is false.
         wrong = ~((found_SKD - expected_SKD).abs() <= expected_SKD.abs() / 32)
         if not wrong.any():
             continue
@@ -219,7 +220,7 @@ class _Layer:
         fp8: tuple[Arithmetic, torch.Tensor] | None = None,
         window: int | None = None,
     ) -> None:
-        """Allocate a KV cache. `fp8` has the arithmetic and the scale of FP8 KV."""
+        """Allocate a KV cache. `fp8` contains the arithmetic and the scale for FP8 KV."""
         backend = self.backend = subject.backend
         operations: Any = PLAIN
         if fp8 is not None:
@@ -260,7 +261,7 @@ class _Layer:
         self.forget_graphs()
 
     def forget_graphs(self) -> None:
-        """Attend by new graphs from now on."""
+        """Use new graphs for attention from now on."""
 
         def self_test_attend(
             starts_B: torch.Tensor,
@@ -309,11 +310,11 @@ class _Layer:
         """Return the result on the host as float64.
 
         Args:
-            counts: The number of real queries of each prompt chunk; those after them are padding.
-            fresh_kv: Keys and values of the queries, if all are a prompt's first.
+            counts: The number of real queries in each prompt chunk; the remaining queries are padding.
+            fresh_kv: The queries' keys and values, if all queries are at the start of a prompt.
         """
         memory = self.backend.memory
-        # For decodes the host knows only an upper bound of the lengths.
+        # For decodes, the host knows only upper bounds on the lengths.
         ends = [start + count for start, count in zip(starts, counts or [queries] * len(starts), strict=True)]
         lengths_B = counts_B = None
         if self.backend.traits.needs_host_lengths:
@@ -338,7 +339,7 @@ def _attend(subject: Subject, what: str, starts: list[int], real: list[int], que
 
 
 def _attend_long(subject: Subject, what: str, queries: int) -> str:
-    """Check long rows that share the blocks of a prefix, and long rows with a sliding window."""
+    """Check long rows that share prefix blocks, and long rows with a sliding window."""
     starts, real = [length - queries for length in _LONG], [queries] * len(_LONG)
     rows = _Rows(subject, list(_LONG), queries, decode=True, shares_prefix=True, group=2)
     rows.check(f"{what} with a shared prefix", starts, real)
@@ -349,7 +350,7 @@ def _attend_long(subject: Subject, what: str, queries: int) -> str:
 
 
 class _Rows:
-    """Rows of given lengths, followed by one of padding. All slots without a row hold huge numbers."""
+    """Rows with given lengths, followed by a padding row. All slots outside the rows hold huge numbers."""
 
     def __init__(
         self,
@@ -362,9 +363,10 @@ class _Rows:
         window: int | None = None,
         group: int = 1,
     ) -> None:
-        """
+        """Allocate the rows and draw their KV.
+
         Args:
-            group: How many blocks an entry of a decode's list has.
+            group: The number of blocks in each entry of a decode list.
         """
         traits = subject.backend.traits
         block = traits.block_size
@@ -381,7 +383,7 @@ class _Rows:
         self.layer = _Layer(subject, num_blocks, window=window)
         self._flat = None
         if decode and traits.flat_decode:
-            # Unordered, with padding at the end.
+            # The entries are unordered, with padding at the end.
             entries = []
             for row, length in enumerate(lengths):
                 blocks = [*self._table_BW[row].tolist(), *[0] * (group - 1)]
@@ -418,7 +420,7 @@ class _Rows:
         """Return the queries and their results, including padding.
 
         Args:
-            real: The number of real queries of each prompt chunk.
+            real: The number of real queries in each prompt chunk.
         """
         rows, queries = len(starts) + 1, self._queries
         query_BQHD = random((rows, queries, _HEADS, _HEAD_SIZE), 30, self._subject.dtype)
@@ -432,10 +434,10 @@ class _Rows:
         return query_BQHD, found.unflatten(0, (rows, queries))
 
     def check(self, what: str, starts: list[int], real: list[int], each: int = 1) -> None:
-        """Check rows with `real` queries after `starts` tokens. Later slots of the rows are made huge.
+        """Check rows with `real` queries after `starts` tokens. The rows' later slots are made huge.
 
         Args:
-            each: Compare every n-th query of a row.
+            each: Compare every n-th query in a row.
         """
         keys_SKD, values_SKD = self.keys_SKD.clone(), self.values_SKD.clone()
         for slots_L, start, count in zip(self._slots, starts, real, strict=True):

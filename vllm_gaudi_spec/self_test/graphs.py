@@ -1,4 +1,4 @@
-"""Checks that captured graphs compute what the same functions compute uncaptured, and are made once."""
+"""Checks that captured graphs produce the same results as the uncaptured functions, and are made only once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEPS = 3
 
 
 class _Step(NamedTuple):
-    """The arguments of `Rules.strict_random`."""
+    """The arguments to `Rules.strict_random`."""
 
     logits_BQV: torch.Tensor
     drafts_BK: torch.Tensor
@@ -31,7 +31,7 @@ class _Step(NamedTuple):
 
 
 def check_captured(subject: Subject) -> str:
-    """Check replays of a verify step of the default rule with different logits, drafts and positions."""
+    """Check replays of a verify step under the default rule, with different logits, drafts, and positions."""
     memory, rule = subject.backend.memory, subject.backend.rules.strict_random
     captured = _captured(subject.backend)
     for seed in range(_STEPS):
@@ -47,12 +47,12 @@ def check_captured(subject: Subject) -> str:
 
 
 def check_second_call(subject: Subject) -> str:
-    """Check by the device's own count that later calls of a graph compile nothing."""
+    """Check, using the device's own count, that later calls to a graph compile nothing."""
     memory = subject.backend.memory
     counts = [_num_compiled(subject.backend)]
     captured = _captured(subject.backend)
     for seed in range(_STEPS):
-        # Sizes differ from those of the check above, which are compiled already.
+        # Sizes differ from those in the preceding check, which are already compiled.
         step = (tensor[1:] for tensor in _step(subject.backend, seed))
         _on_host(subject, captured(*map(memory.upload, step)))
         subject.backend.graphs.step_done()
@@ -84,7 +84,7 @@ def _num_drafts(backend: DeviceBackend) -> int:
 
 
 def _step(backend: DeviceBackend, seed: int) -> _Step:
-    """Return a step of rows with 0 to K drafts, some of which are right. The last row is greedy."""
+    """Return a step whose rows have 0 to K drafts, some of which are correct. The last row is greedy."""
     num_drafts = _num_drafts(backend)
     logits_BQV = random((_ROWS, num_drafts + 1, _VOCAB), seed) * 3
     temperature_B = torch.ones(_ROWS)

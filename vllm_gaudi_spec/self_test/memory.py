@@ -1,4 +1,4 @@
-"""Checks copies between host and device, also while the device goes on, and the free memory that the device reports."""
+"""Checks copies between host and device, including during other device work, and the reported free memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MIN_DOWNLOADS = 50
 _IN_FLIGHT = 8
 _NUMBERS = 64
 _SIZE = 128 << 20
-"""Bytes of an allocation."""
+"""The size of an allocation in bytes."""
 # Allocators round up, and other work on the device changes the free memory slightly.
 _LEAST, _MOST = 0.5, 2.0
-# The first allocations may reuse memory that torch holds, as after self-tests of other dtypes.
+# The first allocations may reuse memory that torch holds, for example after self-tests for other dtypes.
 _ATTEMPTS = 4
 
 

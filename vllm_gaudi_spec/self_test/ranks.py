@@ -1,6 +1,6 @@
-"""Checks collectives between the ranks of a model in captured graphs. All ranks run it together.
+"""Checks collectives between a model's ranks in captured graphs. All ranks run the check together.
 
-The worker has already set up the connections of each group (`group_check.py`).
+The worker has already set up each group's connections (`group_check.py`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import torch
 
 from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject
 
-# Even sizes: with small dtypes some releases support no others.
+# Sizes are even because some releases support only even sizes for small dtypes.
 _SHAPE = (4, 64)
 
 
 def check_collectives(subject: Subject) -> str:
-    """Check that collectives in graphs give the numbers that the ranks sent."""
+    """Check that collectives in graphs return the numbers that the ranks sent."""
     group = subject.group
     if group is None or group.world_size == 1:
         raise NotChecked("there is one rank")
@@ -42,5 +42,5 @@ def check_collectives(subject: Subject) -> str:
 
 
 def _rank_numbers(rank: int) -> torch.Tensor:
-    """Return a rank's numbers as float32, different from its neighbors'. Sums over 100 ranks are exact in bfloat16."""
+    """Return float32 numbers that differ from the neighboring ranks'. Sums over 100 ranks are exact in bfloat16."""
     return (torch.arange(_SHAPE[0] * _SHAPE[1]).view(_SHAPE) % 2 + rank % 2).float()

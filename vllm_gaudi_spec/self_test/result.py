@@ -1,4 +1,4 @@
-"""Results of a self-test."""
+"""Self-test results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KV_FROM_FREE_MEMORY = "a KV cache sized by free memory"
 
 
 class SelfTestError(RuntimeError):
-    """Raised for failed checks. The message is one line with what was measured and what to disable."""
+    """Raised for failed checks. The message is one line that states what was measured and what to disable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class CheckResult:
     name: str
     status: str
     detail: str
-    """The measured values, or why nothing was measured."""
+    """The measured values, or the reason why nothing was measured."""
     advice: str
     """The features to disable if the check failed; empty otherwise."""
     needed_by: str
@@ -60,7 +60,7 @@ class Result:
         return tuple(check for check in self.failed if not check.needed_by or check.needed_by in features)
 
     def refuse(self, features: Collection[str]) -> None:
-        """Raise SelfTestError if an engine with these features would give wrong results."""
+        """Raise SelfTestError if an engine with these features would produce wrong results."""
         if fatal := self.list_fatal(features):
             raise SelfTestError(
                 f"The self-test of {self.device} failed. {' '.join(f'{check}.' for check in fatal)} "
@@ -68,7 +68,7 @@ class Result:
             )
 
     def summarize(self) -> str:
-        """Return one line for the log."""
+        """Return a one-line summary for the log."""
         passed = f"{len(self._with_status(PASSED))} checks passed in {self.seconds:.1f} s"
         return "; ".join(
             [passed, *(f"{check.name} not checked: {check.detail}" for check in self._with_status(NOT_CHECKED))]

@@ -1,4 +1,4 @@
-"""All checks, in an order in which each builds on those before it."""
+"""All checks, ordered so that each check relies only on those before it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.upstream.distributed import GroupCoordinator
 
 _DOWNLOAD_SECONDS = 4.0
-"""Time for the check of downloads, out of ten seconds that the self-test may take."""
+"""The time limit for the download check, out of ten seconds allowed for the whole self-test."""
 
 
 class Check(NamedTuple):
@@ -40,7 +40,7 @@ class Check(NamedTuple):
     advice: str
     """The remedy if the check fails."""
     needed_by: str = ""
-    """As in `CheckResult`."""
+    """The same as in `CheckResult`."""
 
 
 _NO_WORKAROUND = (
@@ -102,8 +102,8 @@ def self_test(
     Args:
         backend: The device to test.
         dtype: The model's dtype.
-        group: The ranks that share a model, all of which must call this together; None for one rank.
-        seconds: The time for the check of downloads. The others take little time.
+        group: The ranks that share a model, which must all call this together; None for one rank.
+        seconds: The time limit for the download check. The other checks take little time.
     """
     with torch.inference_mode():
         found = tuple(_run(check, backend, dtype, group, seconds) for check in CHECKS)
@@ -138,7 +138,7 @@ _results: dict[tuple[torch.dtype, int], Result] = {}
 
 
 def check_device_once(dtype: torch.dtype, group: GroupCoordinator | None) -> Result:
-    """Run the self-test once per process, dtype and number of ranks, as a process has only one device."""
+    """Run the self-test once per process, dtype, and number of ranks, because a process has only one device."""
     key = dtype, 1 if group is None else group.world_size
     if key not in _results:
         _results[key] = self_test(load_backend(), dtype, group)

@@ -1,4 +1,4 @@
-"""The argument of a check, and the exceptions that end it."""
+"""The argument to a check, and the exceptions that end it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
 
 class Failed(Exception):
-    """Raised by a check that failed. The text is what was measured."""
+    """Raised by a check that failed. The message is what was measured."""
 
 
 class NotChecked(Exception):
-    """Raised by a check that cannot run. The text is the reason."""
+    """Raised by a check that cannot run. The message is the reason."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Subject:
-    """The device under test. Only graphs, copies and kernels of the backend run on it."""
+    """The device under test. Checks run only the backend's graphs, copies, and kernels on it."""
 
     backend: DeviceBackend
     dtype: torch.dtype
     """The model's dtype."""
     group: GroupCoordinator | None
-    """The ranks of the model, or None for one rank."""
+    """The model's ranks, or None for one rank."""
     seconds: float
-    """The time limit of the check of downloads."""
+    """The time limit for the download check."""
     _started: float = field(default_factory=time.perf_counter)
 
     @property
