@@ -1,1 +1,1 @@
-"""Layers with a recurrent state: vLLM's layers, what their state is, and how it follows the target."""
+"""Layers with a recurrent state: vLLM's layers, the state that they keep, and how it follows the target."""

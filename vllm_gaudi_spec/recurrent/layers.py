@@ -1,7 +1,7 @@
-"""vLLM's recurrent layers around our recurrences. Importing this module registers them.
+"""vLLM's recurrent layers with our recurrences. Importing this module registers them.
 
-Parameters, their loading, projections and norms are vLLM's. `LayerState.follow` replaces the kernels in Triton, CUDA or
-C++ between them. Letters as in `scans.py`; D heads of keys, S size of a Mamba state.
+Parameters, their loading, projections, and norms come from vLLM. `LayerState.follow` replaces the Triton, CUDA, or C++
+kernels between them. Letters as in `scans.py`; D key heads, S Mamba state size.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from vllm_gaudi_spec.upstream.recurrent import (
 
 
 class RecurrentLayer:
-    """Mixin for vLLM's layers with a recurrent state."""
+    """Mixin for vLLM layers with a recurrent state."""
 
     prefix: str
     state: LayerState
-    """Set before the first forward."""
+    """Set before the first forward pass."""
 
     def layer_shape(self) -> LayerShape:
         raise NotImplementedError
@@ -39,13 +39,13 @@ class RecurrentLayer:
     def recur(
         self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor | None, is_real_BQ: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the layer's `Recurrence`. Never called for a layer without a state."""
+        """Compute the layer's `Recurrence`. This is never called for a layer without a state."""
         raise NotImplementedError
 
     def follow(self, inputs_TC: torch.Tensor, gates_TG: torch.Tensor | None, conv: Any) -> torch.Tensor:
-        """Return the outputs [T, ...] for a forward's tokens.
+        """Return the outputs [T, ...] for the tokens in a forward pass.
 
-        `conv` is vLLM's module with the convolution's parameters.
+        `conv` is the vLLM module that holds the convolution's parameters.
         """
         call: StateCall = get_forward_context().attn_metadata[self.prefix]
         inputs_BQC = call.unflatten(inputs_TC)
@@ -80,7 +80,7 @@ class DeltaNet(RecurrentLayer):
     dt_bias: torch.Tensor
     get_state_dtype: Callable[[], tuple[torch.dtype, ...]]
     allow_neg_eigval = False
-    """Whether beta goes up to 2, so that what a key reads can change its sign."""
+    """Whether beta can be as large as 2, which allows what a key reads to change its sign."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()
@@ -116,10 +116,10 @@ class DeltaNet(RecurrentLayer):
         )
 
 
-# Registered under the class that vLLM's models instantiate.
+# Register it under the class that vLLM's models instantiate.
 @QwenGatedDeltaNetAttention.register_oot
 class GatedDeltaNet(DeltaNet, QwenGatedDeltaNetAttention):
-    """The layer of Qwen3-Next and of Qwen3.5's text model."""
+    """The layer in Qwen3-Next and in Qwen3.5's text model."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         qkvz, _ = self.in_proj_qkvz(hidden_states)
@@ -136,7 +136,7 @@ class GatedDeltaNet(DeltaNet, QwenGatedDeltaNetAttention):
 
 @OlmoHybridGatedDeltaNetAttention.register_oot
 class OlmoDeltaNet(DeltaNet, OlmoHybridGatedDeltaNetAttention):
-    """The layer of OLMo Hybrid."""
+    """The layer in OLMo Hybrid."""
 
     def forward(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
         sizes = [self.conv_dim // self.tp_size, self.value_dim // self.tp_size]
@@ -149,7 +149,7 @@ class OlmoDeltaNet(DeltaNet, OlmoHybridGatedDeltaNetAttention):
 
 @KimiGatedDeltaNetAttention.register_oot
 class KimiDeltaAttention(RecurrentLayer, KimiGatedDeltaNetAttention):
-    """The layer of Kimi Linear, in which each number of a key has a decay of its own."""
+    """The layer in Kimi Linear, in which each key component has its own decay."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()
@@ -164,7 +164,7 @@ class KimiDeltaAttention(RecurrentLayer, KimiGatedDeltaNetAttention):
         )
 
     def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Ignore `positions`, which are in the states."""
+        """Ignore `positions`, which the states already track."""
         sizes = [3 * self.local_projection_size, self.local_num_heads, self.head_dim]
         qkv, beta, decay = self.in_proj_qkvgfab(hidden_states)[0].split(sizes, dim=-1)
         gates = torch.cat((beta, self.f_b_proj(decay)[0]), dim=-1)
@@ -195,13 +195,13 @@ class KimiDeltaAttention(RecurrentLayer, KimiGatedDeltaNetAttention):
 
 
 def _normalize(tensor: torch.Tensor) -> torch.Tensor:
-    """Normalize to length 1, like the kernels that models were trained with."""
+    """Normalize to length 1, like the kernels with which the models were trained."""
     return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6)
 
 
 @MambaMixer2.register_oot
 class Mamba2(RecurrentLayer, MambaMixer2):
-    """The layer of Granite 4, Nemotron-H and Falcon-H1."""
+    """The layer in Granite 4, Nemotron-H, and Falcon-H1."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()
@@ -243,7 +243,7 @@ class Mamba2(RecurrentLayer, MambaMixer2):
 
 @MambaMixer.register_oot
 class Mamba1(RecurrentLayer, MambaMixer):
-    """The layer of Jamba and of models with Mamba 1, whose gates are computed from the convolution's outputs."""
+    """The layer in Jamba and other Mamba 1 models, which computes gates from the convolution's outputs."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()
@@ -273,7 +273,7 @@ class Mamba1(RecurrentLayer, MambaMixer):
 
 @ShortConv.register_oot
 class ShortConvolution(RecurrentLayer, ShortConv):
-    """The layer of LFM2."""
+    """The layer in LFM2."""
 
     def layer_shape(self) -> LayerShape:
         (dtype,) = self.get_state_dtype()

@@ -1,8 +1,8 @@
-"""Recurrences over rectangles, in torch operations of static shapes: no loop has a length that depends on a value.
+"""Recurrences over padded batches, in torch operations with static shapes: no loop's length depends on a value.
 
-B  rows      Q  positions         C  channels of a convolution     W  its taps     L  positions of a chunk
-H  heads     K  size of a key     V  size of a value               G  gates of a token     N  chunks
-D  decays of a head
+B  rows      Q  positions         C  convolution channels   W  convolution taps     L  positions per chunk
+H  heads     K  key size          V  value size             G  gates per token      N  chunks
+D  decays per head
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 _CHUNK = 64
-"""The most positions that are computed at once, by matrices of that size; a power of two."""
+"""The maximum number of positions computed at once, using matrices of this size; a power of two."""
 
 
 def convolve(
@@ -21,7 +21,7 @@ def convolve(
 ) -> torch.Tensor:
     """Return each channel's causal convolution, float32 [B, Q, C].
 
-    `history_BWC` has the W - 1 inputs before the first.
+    `history_BWC` contains the W - 1 inputs before the first one.
     """
     num_queries = inputs_BQC.shape[1]
     inputs = torch.cat((history_BWC, inputs_BQC), dim=1).float()
@@ -40,12 +40,12 @@ def scan(
     state_BHKV: torch.Tensor,
     beta_BQH: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what each position reads of the state, [B, Q, H, V], and the state after the last, in float32.
+    """Return what each position reads from the state, [B, Q, H, V], and the state after the last position, in float32.
 
-    At each position the state is multiplied by exp(decay), then key x value is added, then the query reads it. D is 1,
-    or K if each number of a key has its own decay. With `beta` the delta rule determines what is added: beta times the
-    difference of the value from what the key reads. A position with decay 0 whose value, or beta, is 0 leaves the state
-    unchanged.
+    At each position, the state is multiplied by exp(decay), then key x value is added, and then the query reads the
+    state. D is 1, or K if each key component has its own decay. With `beta`, the delta rule determines what is added:
+    beta times the difference between the value and what the key reads. A position with decay 0 leaves the state
+    unchanged if its value, or its beta, is 0.
     """
     num_queries = query_BQHK.shape[1]
     length = min(_CHUNK, 1 << (num_queries - 1).bit_length())
@@ -54,19 +54,19 @@ def scan(
     def chunked(tensor: torch.Tensor) -> torch.Tensor:
         """Reshape to [B, N, H, L, ...].
 
-        This copies, since a compiler may take wrong strides from a transposed tensor.
+        This copies, because a compiler may assume wrong strides for a transposed tensor.
         """
         padded = F.pad(tensor, (*[0, 0] * (tensor.dim() - 2), 0, missing)) if missing else tensor
         return padded.unflatten(1, (-1, length)).transpose(2, 3).contiguous()
 
     query, key, value = chunked(query_BQHK), chunked(key_BQHK), chunked(value_BQHV)
     since_BNHLD = chunked(decay_BQHD).cumsum(-2)
-    """Decay since the chunk began."""
+    """The cumulative decay since the chunk began."""
     products = _decay_per_head(since_BNHLD) if since_BNHLD.shape[-1] == 1 else _decay_per_number(since_BNHLD)
     kept_BNHLD = since_BNHLD.exp()
     read = None
     if beta_BQH is not None:
-        # Within a chunk each value depends on earlier ones: solve the triangular system for all at once.
+        # Within a chunk, each value depends on earlier ones: solve the triangular system for all values at once.
         beta_BNHL1 = chunked(beta_BQH).unsqueeze(-1)
         scaled = key * beta_BNHL1
         solved = _invert_unit_triangular(products(scaled, key).tril(-1))
@@ -88,8 +88,8 @@ def scan(
 
 
 Products = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Products of each position in the first tensor with each earlier or equal one in the second, times the decay between
-them; 0 for later ones. From two tensors [B, N, H, L, K] to [B, N, H, L, L]."""
+"""Multiplies each position in the first tensor by each earlier or equal one in the second, and by the decay between
+them; later ones give 0. Maps two tensors [B, N, H, L, K] to [B, N, H, L, L]."""
 
 
 def _decay_per_head(since_BNHL1: torch.Tensor) -> Products:
@@ -101,10 +101,10 @@ def _decay_per_head(since_BNHL1: torch.Tensor) -> Products:
 
 
 def _decay_per_number(since_BNHLK: torch.Tensor) -> Products:
-    """Return `Products` for one decay per number of a key.
+    """Return `Products` with a separate decay for each key component.
 
-    L x L x K decays would be too many, and exp(since) times exp(-since) overflows. So blocks on the diagonal double in
-    size, and the block below two of them decays to the end of the first one, and from there.
+    L x L x K decays would be too many, and exp(since) times exp(-since) overflows. Therefore, pairs of diagonal blocks
+    are merged into larger ones. The block below each pair splits its decays at the end of the pair's first block.
     """
 
     def products(left_BNHLK: torch.Tensor, right_BNHLK: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ def _join_blocks(first: torch.Tensor, below: torch.Tensor, second: torch.Tensor)
 
 
 _SHORT_CHUNK = 16
-"""The same for recurrences that need C x K numbers per position and row."""
+"""The same limit for recurrences that need C x K numbers per position and row."""
 
 
 def scan_each(
@@ -143,10 +143,10 @@ def scan_each(
     rate_CK: torch.Tensor,
     state_BCK: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what each position reads, [B, Q, C], and the state after the last, in float32.
+    """Return what each position reads, [B, Q, C], and the state after the last position, in float32.
 
-    Each number of the state has its own decay: at each position it is multiplied by exp(step x rate), then step x value
-    x key is added, then the query reads it. A position with step 0 leaves the state unchanged.
+    Each state component has its own decay: at each position, it is multiplied by exp(step x rate), then step x value x
+    key is added, and then the query reads it. A position with step 0 leaves the state unchanged.
     """
     num_queries = query_BQK.shape[1]
     length = min(_SHORT_CHUNK, 1 << (num_queries - 1).bit_length())
@@ -160,7 +160,7 @@ def scan_each(
         queries, keys, values, steps = (tensor.narrow(1, begin, length) for tensor in (query, key, value, step))
         kept_BLCK = (steps.unsqueeze(-1) * rate_CK).exp()
         added_BLCK = values.unsqueeze(-1) * keys.unsqueeze(2)
-        # A prefix scan: each position takes in earlier ones, twice as many each time.
+        # This is a prefix scan: in each round, a position covers twice as many earlier positions.
         reach = 1
         while reach < length:
             added_BLCK = added_BLCK + kept_BLCK * _later(added_BLCK, reach, 0.0)
@@ -180,8 +180,8 @@ def _later(tensor_BLCK: torch.Tensor, positions: int, first: float) -> torch.Ten
 def _invert_unit_triangular(strict_LL: torch.Tensor) -> torch.Tensor:
     """Invert I + a strictly lower triangular matrix [..., L, L], with L a power of two.
 
-    Blocks on the diagonal are inverted in pairs, which double in size. Powers of the matrix would need fewer products,
-    but for similar keys they grow as binomial coefficients do, and float32 loses all digits.
+    Diagonal blocks are inverted in pairs, which double in size. Powers of the matrix would need fewer products, but for
+    similar keys they grow like binomial coefficients, and float32 loses all digits.
     """
     blocks, belows = strict_LL.flatten(0, -3), []  # [M, size, size]
     while (half := blocks.shape[-1] // 2) > 0:

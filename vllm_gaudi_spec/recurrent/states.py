@@ -1,11 +1,11 @@
-"""The recurrent state of each request, kept as it was before tokens whose acceptance is not decided yet.
+"""The recurrent state of each request, kept as it was before tokens whose acceptance is still undecided.
 
-A row's state stands at a position of its text. A prompt chunk moves it to the chunk's end. A decode whose drafts may be
-rejected leaves the state in place and keeps its inputs beside it. The row's next forward begins at the first token that
-was not accepted, so the device knows how many of these inputs to read into the state before its own. So there is one
-state per row rather than one per draft, and nothing waits for the host.
+A row's state belongs to a position in its text. A prompt chunk advances the state to the chunk's end. A decode whose
+drafts may be rejected leaves the state unchanged and stores the decode's inputs next to it. The row's next forward pass
+begins at the first token that was not accepted, so the device knows how many stored inputs to apply to the state first.
+Therefore, there is one state per row rather than one per draft, and nothing waits for the host.
 
-Letters as in `scans.py`; R rows of the request state, P pending tokens: k + 1 with drafts and 0 without.
+Letters as in `scans.py`; R rows in the request state, P pending tokens: k + 1 with drafts and 0 without.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ class LayerShape(NamedTuple):
     """The state that a layer keeps for each row."""
 
     num_channels: int
-    """Channels of the convolution."""
+    """The number of convolution channels."""
     num_taps: int
     num_gates: int
-    """Gates of a token besides what is convolved; 0 for a layer that has none, or computes them from that."""
+    """The number of gates per token besides the convolved inputs; 0 if there are none or they are computed from
+    those."""
     state: tuple[int, ...]
-    """Empty for a layer that is its convolution alone."""
+    """Empty for a layer that consists only of its convolution."""
     dtype: torch.dtype
     """The dtype of inputs and gates."""
     state_dtype: torch.dtype
@@ -44,30 +45,30 @@ Recurrence = Callable[
     [torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor],
     tuple[torch.Tensor, torch.Tensor],
 ]
-"""Maps the convolution's outputs [B, Q, C], the gates [B, Q, G] or None, which positions are real [B, Q], and the state
-before them to the outputs [B, Q, ...] and the state after the real positions."""
+"""Maps the convolution's outputs [B, Q, C], the gates [B, Q, G] or None, the mask of real positions [B, Q], and the
+state before these positions to the outputs [B, Q, ...] and the state after the real positions."""
 
 
 class LayerState:
-    """The states of a layer for all rows. Each is a tensor that is written as a whole."""
+    """A layer's states for all rows. Each tensor is written as a whole, not through a view."""
 
     def __init__(self, shape: LayerShape, num_rows: int, num_pending: int, device: torch.device) -> None:
         self._num_before = shape.num_taps - 1
         self._num_pending = num_pending
         width = self._num_before + num_pending
         self.inputs_RWC = torch.zeros(num_rows, width, shape.num_channels, dtype=shape.dtype, device=device)
-        """Inputs of the convolution: those before a row's position, then the pending ones."""
+        """The convolution's inputs: those before a row's position, followed by the pending ones."""
         self.gates_RPG: torch.Tensor | None = None
-        """Gates of the pending tokens; None for a layer that computes them from its inputs."""
+        """The pending tokens' gates; None for a layer that computes them from its inputs."""
         self.state: torch.Tensor | None = None
-        """The state before the pending tokens; None for a layer that is its convolution alone."""
+        """The state before the pending tokens; None for a layer that consists only of its convolution."""
         if shape.num_gates:
             self.gates_RPG = torch.zeros(num_rows, num_pending, shape.num_gates, dtype=shape.dtype, device=device)
         if shape.state:
             self.state = torch.zeros(num_rows, *shape.state, dtype=shape.state_dtype, device=device)
 
     def copy_rows(self, sources_N: torch.Tensor, targets_N: torch.Tensor) -> None:
-        """Copy rows without gates, which belong to pending tokens: rows that are copied have none."""
+        """Copy rows without gates, which belong to pending tokens: copied rows have no pending tokens."""
         for tensor in (self.inputs_RWC, self.state):
             if tensor is not None:
                 _write(tensor, targets_N, tensor.index_select(0, sources_N))
@@ -81,11 +82,11 @@ class LayerState:
         bias_C: torch.Tensor | None,
         recurrence: Recurrence,
     ) -> torch.Tensor:
-        """Return the layer's outputs for a rectangle, [B, Q, ...]; those of the convolution if it has no state."""
-        # Positions of a row meet in matmuls, so NaN of a rejected draft would reach earlier positions.
+        """Return the layer's outputs [B, Q, ...] for a padded batch: the convolution's outputs if there is no state."""
+        # Matmuls combine a row's positions, so NaN from a rejected draft would reach earlier positions.
         inputs_BQC, gates_BQG = finite(inputs_BQC), None if gates_BQG is None else finite(gates_BQG)
         inputs_BWC = _zero_if(call.starts_B == 0, self.inputs_RWC.index_select(0, call.rows_B))
-        # Accepted pending inputs precede the first input of this rectangle.
+        # Accepted pending inputs precede the first new input.
         before_BWC = _slice_rows(inputs_BWC, call.num_pending_B, self._num_before)
         out_BQ = convolve(before_BWC, inputs_BQC, weight_CW, bias_C)
         if self.state is not None:
@@ -109,7 +110,7 @@ class LayerState:
         bias_C: torch.Tensor | None,
         recurrence: Recurrence,
     ) -> torch.Tensor:
-        """Return the rows' states before a rectangle, with the accepted pending tokens."""
+        """Return the rows' states before a batch, including the accepted pending tokens."""
         assert self.state is not None
         state = _zero_if(call.starts_B == 0, self.state.index_select(0, call.rows_B).float())
         if not self._num_pending:
@@ -126,12 +127,12 @@ class RecurrentStates:
     def __init__(
         self, layers: Sequence[tuple[str, LayerShape]], *, num_rows: int, num_pending: int, device: torch.device
     ) -> None:
-        """`num_rows` includes the pad row, which padding may write to, and rows without a request that keep
+        """Allocate the states. `num_rows` includes the padding row and the rows without a request that hold
         snapshots."""
         self.by_layer = {name: LayerState(shape, num_rows, num_pending, device) for name, shape in layers}
         self._num_pending = num_pending
         self._positions_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        """How many tokens of a row its states have read."""
+        """The number of tokens that each row's states have read."""
 
     def call(
         self,
@@ -153,20 +154,19 @@ class RecurrentStates:
         )
 
     def advance(self, call: StateCall) -> None:
-        """Move the rows' positions after all layers have read the rectangle."""
+        """Move the rows' positions after all layers have read the batch."""
         positions_B = call.starts_B + call.num_real_B if call.commits else call.starts_B
         self._positions_R.index_copy_(0, call.rows_B, positions_B.int())
 
     def copy_rows(self, sources_N: torch.Tensor, targets_N: torch.Tensor) -> None:
-        """Copy rows whose last forward was a prompt chunk, or that are such copies: their states have read
-        everything."""
+        """Copy rows that have no pending tokens: their last forward was a prompt chunk, or they are such copies."""
         for layer in self.by_layer.values():
             layer.copy_rows(sources_N, targets_N)
         self._positions_R.index_copy_(0, targets_N, self._positions_R.index_select(0, sources_N))
 
 
 def _zero_if(is_first_B: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Zero the rows whose text begins, which hold what another request left."""
+    """Zero rows at the start of their text, which still hold another request's data."""
     return torch.where(is_first_B.view(-1, *[1] * (tensor.dim() - 1)), 0.0, tensor)
 
 
@@ -176,7 +176,7 @@ def _mask_first(num_B: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _slice_rows(inputs_BWC: torch.Tensor, first_B: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `count` inputs of each row from `first_B` on, [B, count, C]."""
+    """Return `count` inputs from each row, starting at `first_B`, [B, count, C]."""
     rows, width, _ = inputs_BWC.shape
     offsets = torch.arange(count, dtype=torch.int32, device=first_B.device)
     row_B1 = torch.arange(rows, dtype=torch.int32, device=first_B.device)[:, None] * width

@@ -1,4 +1,4 @@
-"""The supported architectures with recurrent layers, and how many states are kept for them."""
+"""The supported architectures with recurrent layers, and the number of states kept for them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 class Gates(NamedTuple):
-    """How many numbers gate a token in a layer, per head of its state."""
+    """The number of gate values per token in a layer, for each head of its state."""
 
     per_head: int = 0
     per_key: int = 0
-    """In addition, for each number of a head's key."""
+    """The number of additional gate values for each component of a head's key."""
 
 
 _DELTA_NET, _KIMI_DELTA, _MAMBA_2, _MAMBA_1, _SHORT_CONVOLUTION = Gates(2), Gates(1, 1), Gates(1), Gates(), Gates()
@@ -41,17 +41,17 @@ SERVED = {
 }
 """Architectures that were compared with transformers as a whole, on the CPU.
 
-`DeviceTraits.recurrent_models` has those that were compared in captured graphs.
+`DeviceTraits.recurrent_models` lists those that were compared in captured graphs.
 """
 
 
 def num_pending(num_drafts: int) -> int:
-    """Return the most tokens of a row that a step leaves to the next one, which knows how many were accepted."""
+    """Return the maximum number of tokens per row left to the next step, which knows how many were accepted."""
     return 1 + num_drafts if num_drafts else 0
 
 
 def describe_states(num_rows: int) -> str:
-    """Name the states in messages about memory."""
+    """Describe the states for messages about memory."""
     return f"recurrent states of {num_rows} requests (--max-num-seqs)"
 
 
@@ -60,13 +60,14 @@ def describe_snapshots(num_slots: int) -> str:
 
 
 _MOST_SNAPSHOTS = 32
-"""The default number of snapshots is that of requests, up to this. For large models a state is 75 MB and more."""
+"""The default number of snapshots equals the number of requests, up to this limit. For large models, a state takes 75
+MB or more."""
 
 
 def num_snapshots(vllm_config: VllmConfig, requested: int | None) -> int:
-    """Return how many states are kept for the prefix cache; 0 without one.
+    """Return how many states are kept for the prefix cache, or 0 without one.
 
-    `requested` is the option `state_snapshots`.
+    `requested` is the `state_snapshots` option.
     """
     model = vllm_config.model_config
     if model is None or not (has_states(model) and vllm_config.cache_config.enable_prefix_caching):
