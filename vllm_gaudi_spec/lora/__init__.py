@@ -1,4 +1,4 @@
-"""LoRA adapters on vLLM's layers, in the same shapes for all adapters.
+"""LoRA adapters for vLLM's layers, with the same shapes for all adapters.
 
 `application.py` computes what adapters add to a layer's output, and `manager.py` loads adapters into slots.
 `runner/extensions/adapters.py` assigns slots to rows.

@@ -1,8 +1,8 @@
-"""Adds adapters to layers' outputs, in one computation for all slots.
+"""Adds adapters to layer outputs, in a single computation for all slots.
 
 T tokens, S slots of rank R, C = S * R columns. A layer multiplies its input by the first matrices of all slots at once.
-Of the C columns each token keeps those of its own slot, and the others become zero. One product with the second
-matrices of all slots follows. A token without an adapter keeps no columns, so zeros are added to its output.
+Of the C columns, each token keeps those for its own slot, and the others become zero. The result is then multiplied by
+the second matrices of all slots. A token without an adapter keeps no columns, so zeros are added to its output.
 
 vLLM writes a slot's matrices on the host. Whole tensors are then copied in place on the device, where captured graphs
 read them; this compiles nothing.
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.upstream.distributed import GroupCoordinator
 
 NO_SLOT = -1
-"""The slot of a token without an adapter. It is only compared, never used as an index."""
+"""The slot for tokens without an adapter. It is only compared, never used as an index."""
 
 Upload = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TokenSlots:
-    """The slot of each token while a model computes.
+    """Each token's slot while a model computes.
 
-    vLLM creates one for all layers of a model, as the platform's "punica wrapper".
+    vLLM creates one instance for all of a model's layers, as the platform's "punica wrapper".
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class TokenSlots:
 
     @contextmanager
     def applied(self, slots_T: torch.Tensor) -> Iterator[None]:
-        """Set the slots (int32) of the tokens, or rows of states, that layers compute in this context."""
+        """Set the int32 slots for the tokens or hidden states that layers process in this context."""
         self._slots_T, self._mask_TC = slots_T, self._slot_of_column_C == slots_T[:, None]
         try:
             yield
@@ -62,23 +62,24 @@ class TokenSlots:
 
     @property
     def are_set(self) -> bool:
-        """Whether slots are set. They are not if a drafter that shares a layer calls it."""
+        """Whether slots are set. They are not set if a drafter that shares a layer calls it."""
         return self._mask_TC is not None
 
     def mask_columns(self, columns_TNC: torch.Tensor) -> torch.Tensor:
-        """Set the columns of other slots to zero, even if they are not finite."""
+        """Set other slots' columns to zero, even if they are not finite."""
         assert self._mask_TC is not None
         return torch.where(self._mask_TC[:, None], columns_TNC, 0)
 
     def first_rows(self, rows_per_slot: int) -> torch.Tensor:
-        """Return where each token's slot begins in a table with `rows_per_slot` rows per slot: [T], or [1] for all."""
+        """Return the first row of each token's slot in a table with `rows_per_slot` rows per slot, [T]; [1] without
+        slots."""
         if self._slots_T is None:
             return torch.zeros_like(self._slot_of_column_C[:1])
         return self._slots_T.clamp(min=0) * rows_per_slot
 
 
 class _Adapters:
-    """Tensors of a layer that vLLM writes on the host and the device reads."""
+    """A layer's tensors, which vLLM writes on the host and the device reads."""
 
     def __init__(self, slots: TokenSlots, hosts: list[torch.Tensor], upload: Upload) -> None:
         self._slots, self._hosts = slots, hosts
@@ -92,10 +93,10 @@ class _Adapters:
 
 
 class LinearAdapters(_Adapters):
-    """Adapters of vLLM's wrapper of a linear layer or of the output matrix. A layer may be fused from N slices."""
+    """Adapters for vLLM's wrapper around a linear layer or the output matrix. A layer may be fused from N slices."""
 
     def __init__(self, module: Any, slots: TokenSlots, upload: Upload, group: GroupCoordinator | None = None) -> None:
-        """Replace the wrapper's tensors. `group` has the ranks of the output matrix if there are several."""
+        """Replace the wrapper's tensors. `group` contains the output matrix's ranks if there are several."""
         self._group = group
         one = isinstance(module.lora_a_stacked, torch.Tensor)
         first, second = module.lora_a_stacked, module.lora_b_stacked
@@ -104,7 +105,7 @@ class LinearAdapters(_Adapters):
         num_slots, _, rank, num_inputs = first[0].shape
         host_NSRI = torch.zeros(len(first), num_slots, rank, num_inputs, dtype=first[0].dtype)
         hosts_OSR = [torch.zeros(part.shape[2], num_slots, rank, dtype=part.dtype) for part in second]
-        # vLLM writes to tensors of shapes [S, 1, R, I] and [S, 1, O, R].
+        # vLLM writes to tensors with shapes [S, 1, R, I] and [S, 1, O, R].
         first = tuple(part.unsqueeze(1) for part in host_NSRI)
         second = tuple(part.permute(1, 0, 2).unsqueeze(1) for part in hosts_OSR)
         module.lora_a_stacked, module.lora_b_stacked = (first[0], second[0]) if one else (first, second)
@@ -115,7 +116,7 @@ class LinearAdapters(_Adapters):
         return y + self._added(x) if self._slots.are_set else y
 
     def add_lora_logits(self, y: torch.Tensor, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-        # `y` may be wider than the vocabulary, and have a different dtype.
+        # `y` may be wider than the vocabulary and have a different dtype.
         if not self._slots.are_set:
             return y
         added = self._added(x).to(y.dtype)
@@ -124,7 +125,7 @@ class LinearAdapters(_Adapters):
     def _added(self, x_TI: torch.Tensor) -> torch.Tensor:
         columns_TC = functional.linear(x_TI, self._first)
         if self._group is not None:
-            # Gathered logits have the same bits on every rank, but states do not, so all ranks add one rank's columns.
+            # Logits have the same bits on every rank, but hidden states do not, so all ranks add one rank's columns.
             communicator = self._group.device_communicator
             assert communicator is not None
             columns_TC = communicator.broadcast(columns_TC.contiguous())
@@ -134,7 +135,7 @@ class LinearAdapters(_Adapters):
 
 
 class EmbeddingAdapters(_Adapters):
-    """Adapters of vLLM's wrapper of an embedding table, which does the first product itself as a lookup."""
+    """Adapters for vLLM's wrapper around an embedding table, which computes the first product as a lookup."""
 
     def __init__(self, module: Any, slots: TokenSlots, upload: Upload) -> None:
         num_slots, num_tokens, rank = module.lora_a_stacked.shape
@@ -157,7 +158,7 @@ class EmbeddingAdapters(_Adapters):
 
 
 def make_adapters(module: BaseLayerWithLoRA, slots: TokenSlots, upload: Upload) -> LinearAdapters | EmbeddingAdapters:
-    """Make tables for one of vLLM's wrappers, which then writes to their tensors on the host."""
+    """Create tables for one of vLLM's wrappers, which then writes to their tensors on the host."""
     if isinstance(module, VocabParallelEmbeddingWithLoRA):
         return EmbeddingAdapters(module, slots, upload)
     if isinstance(module, LogitsProcessorWithLoRA):

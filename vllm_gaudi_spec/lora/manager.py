@@ -1,7 +1,7 @@
-"""Loads adapters with vLLM's managers, and checks them before anything changes.
+"""Loads adapters with vLLM's managers, after checking them before anything changes.
 
-vLLM checks an adapter's configuration and the names of its modules. It would notice matrices of wrong sizes only while
-it copies them into a slot, when the adapter is already registered, or never. So adapters are fully checked here first.
+vLLM checks an adapter's configuration and its module names. It would detect wrong matrix sizes only while copying the
+matrices into a slot, when the adapter is already registered, or never. Adapters are therefore checked here first.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class AdapterError(ValueError):
 
 
 class SlottedAdapters(LRUCacheLoRAModelManager):
-    """Slots that vLLM fills on the host, and their copies to the device."""
+    """Slots that vLLM fills on the host, and their copies on the device."""
 
     def make_tables(self, upload: Upload) -> TokenSlots:
-        """Replace the tensors that vLLM made on the device by tables for each wrapped layer."""
+        """Replace the tensors that vLLM created on the device with tables for each wrapped layer."""
         if not self.modules:
             raise UnsupportedConfigError(
                 f"{type(self.model).__name__} has none of these modules; change --lora-target-modules or leave it out."
@@ -63,7 +63,7 @@ class SlottedAdapters(LRUCacheLoRAModelManager):
         return newly
 
     def pin_adapter(self, lora_id: int) -> bool:
-        # Otherwise vLLM could evict no adapter, and would fail at the next request for another one.
+        # If every slot were pinned, vLLM could evict no adapter and would fail at the next request for another one.
         if len(self._active_adapters.pinned_items - {lora_id}) + 1 >= self.lora_slots:
             raise ValueError(f"Pinning adapter {lora_id} would leave no slot for others; raise --max-loras.")
         pinned: bool = super().pin_adapter(lora_id)
@@ -72,8 +72,8 @@ class SlottedAdapters(LRUCacheLoRAModelManager):
     def make_room(self, lora_ids: set[int]) -> None:
         """Unpin adapters whose slots a step needs.
 
-        vLLM's scheduler allows as many adapters per step as there are slots, whatever is pinned, and its caches would
-        evict one of the step's own adapters.
+        vLLM's scheduler allows as many adapters per step as there are slots, regardless of pinning, and its caches
+        would evict one of the step's own adapters.
         """
         for cache, size in ((self._active_adapters, self.lora_slots), (self._registered_adapters, self.capacity)):
             unused = sorted(cache.pinned_items - lora_ids)
@@ -102,10 +102,10 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
         }
 
     def load_into_slots(self, adapters: Iterable[LoRARequest]) -> dict[int, int]:
-        """Load adapters into slots if they are not, and return all slots by adapter id."""
+        """Load adapters that are not yet in slots, and return all slots, keyed by adapter ID."""
         manager, adapters = self._adapter_manager, list(adapters)
         manager.make_room({request.lora_int_id for request in adapters})
-        # Loaded adapters first, so that loading the others does not evict them.
+        # Process loaded adapters first, so that loading the others does not evict them.
         for request in sorted(adapters, key=lambda request: request.lora_int_id not in manager.list_adapters()):
             number = request.lora_int_id
             if manager.get_adapter(number) is None:
@@ -114,7 +114,7 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
                 manager.activate_adapter(number)
         return {number: slot for slot, number in enumerate(manager.lora_index_to_id) if number is not None}
 
-    # --- what is refused ---
+    # --- rejected adapters ---
 
     def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
         try:
@@ -131,13 +131,13 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
         return loaded
 
     def _check(self, loras: dict[str, LoRALayerWeights]) -> Iterator[str]:
-        """Yield what is wrong with an adapter's matrices."""
+        """Yield the problems with an adapter's matrices."""
         if not loras:
             yield "there is no matrix in it."
         for name, lora in loras.items():
             sizes = self._sizes.get(name)
             if sizes is None:
-                # A deployment may restrict adapters to some modules. Matrices of others are then ignored.
+                # A deployment may restrict adapters to some modules. Matrices for other modules are then ignored.
                 if self.lora_config.target_modules is None:
                     yield f"the model has no module {name} that takes adapters."
                 continue
@@ -149,11 +149,11 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
             if found != expected:
                 yield f"the matrices of {name} have shapes {found}, and {expected} are expected."
             elif not all(part.isfinite().all() for part in (lora.lora_a, lora.lora_b, lora.lora_b * lora.scaling)):
-                # 0 times such a number is not 0, so it would affect requests without the adapter.
+                # 0 times a non-finite number is not 0, so such a number would affect requests without the adapter.
                 yield f"not all numbers in {name} are finite."
 
     def _list_sizes(self, module_name: str) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Yield the sizes of inputs and outputs of all ranks together, by the names that adapters use."""
+        """Yield the input and output sizes across all ranks, each with the name that adapters use."""
         manager = self._adapter_manager
         module = manager.modules[module_name]
         names = manager.packed_modules.get(module_name, [module_name])
