@@ -317,9 +317,9 @@ def take_keys(
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    """Add a tile of keys to the softmax so far.
+    """Add a tile of keys to the running softmax.
 
-    Without MASKED, all lanes see all keys of the tile, and heads fill their tile.
+    Without MASKED, all lanes attend to all keys in the tile, and heads fill their tile.
     """
     position_N = first + tl.arange(0, TILE_N)
     exists_N = position_N < end
@@ -339,7 +339,7 @@ def take_keys(
 
 @triton.jit
 def finite(numbers):
-    """Replace non-finite numbers as `attention.operations.finite` does."""
+    """Replace non-finite numbers, as `attention.operations.finite` does."""
     return tl.where(tl.abs(numbers.to(tl.float32)) <= _LARGEST, numbers, 0.0).to(numbers.dtype)
 
 
@@ -358,7 +358,7 @@ def load_keys(
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    """Load the keys and values of a tile, which lies in one block."""
+    """Load the keys and values for a tile, which lies within one block."""
     dim_D = tl.arange(0, TILE_D)
     inside_N = tl.arange(0, TILE_N)
     block = tl.load(table_ptr + first // BLOCK_SIZE).to(tl.int64)
@@ -389,7 +389,8 @@ def take(
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add keys and values to the softmax so far: per lane, the highest score, the sum of weights, and of values."""
+    """Add keys and values to the running softmax: each lane's highest score, sum of weights, and weighted sum of
+    values."""
     max_M, sum_M, total_MD = state
     score_MN = tl.dot(query_MD, tl.trans(keys_ND), input_precision="ieee")
     if CAPPED:

@@ -358,7 +358,7 @@ def _attend(
 
 @triton.jit
 def _average_tiles(starts_ptr, rows, even_splits, WINDOW: tl.constexpr, TILE_N: tl.constexpr):
-    """Return the number of tiles of an instance if all rows had the average length, at least 1."""
+    """Return the number of tiles per instance if all rows had the average length, at least 1."""
     total = 0
     # A warp adds 32 lengths without waiting for the other warps.
     for first in range(0, rows, 32):
@@ -373,7 +373,7 @@ def _average_tiles(starts_ptr, rows, even_splits, WINDOW: tl.constexpr, TILE_N: 
 
 @triton.jit
 def _load_angles(position_X, used_X, rotary_ptr, HALF: tl.constexpr, TILE_D: tl.constexpr):
-    """Load cosines and sines; 1 and 0 for numbers that do not rotate."""
+    """Load cosines and sines, or 1 and 0 for numbers that do not rotate."""
     dim_D = tl.arange(0, TILE_D)
     entry_XD = rotary_ptr + position_X[:, None] * (2 * HALF) + dim_D[None, :] % HALF
     turns_XD = used_X[:, None] & (dim_D < 2 * HALF)[None, :]
@@ -392,7 +392,7 @@ def _load_rotated(
     HALF: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    """Load heads from `at_X` on and rotate them, reading each number beside the one that it rotates with."""
+    """Load heads starting at `at_X` and rotate them, reading each number together with its rotation partner."""
     dim_D = tl.arange(0, TILE_D)
     other_D = tl.where(dim_D < HALF, dim_D + HALF, tl.where(dim_D < 2 * HALF, dim_D - HALF, dim_D))
     used_XD = used_X[:, None] & (dim_D < HEAD_SIZE)[None, :]
@@ -420,9 +420,9 @@ def _combine(
     TILE_S: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    """Combine the parts of a row and a KV head, in an order that does not depend on which instance came last.
+    """Combine the parts of a row and KV head, in an order that does not depend on which instance arrived last.
 
-    The parts are read past this multiprocessor's own cache, which does not see the stores of other instances.
+    Reads bypass this multiprocessor's own cache, which does not reflect stores from other instances.
     """
     dim_D = tl.arange(0, TILE_D)
     lane_L = tl.arange(0, TILE_L)

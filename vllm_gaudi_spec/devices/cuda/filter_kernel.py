@@ -37,7 +37,7 @@ def _weights(values, peak, IS_COUNT: tl.constexpr):
 
 @triton.jit
 def _mass(row, vocab, peak, threshold, CHUNK: tl.constexpr):
-    """Return the mass of the tokens at or above one threshold."""
+    """Return the mass of the tokens at or above a threshold."""
     offsets = tl.arange(0, CHUNK)
     weight = tl.zeros((CHUNK,), tl.float32)
     for start in range(0, vocab, CHUNK):
@@ -48,7 +48,7 @@ def _mass(row, vocab, peak, threshold, CHUNK: tl.constexpr):
 
 @triton.jit
 def _search(row, vocab, peak, floor, target, IS_COUNT: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the largest logit at or above which the mass is `target`; `floor` if the mass above that suffices."""
+    """Return the largest logit at or above which the mass is `target`, or `floor` if the mass above it suffices."""
     offsets = tl.arange(0, CHUNK)
     # Invariant: the mass at or above `low` suffices, and the mass at or above `high` does not.
     low = _key_of(floor).to(tl.int64)
@@ -123,7 +123,7 @@ def filter_kernel(
     SOME: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Copy a row, with minus infinity in place of what its filters exclude.
+    """Copy a row, replacing tokens that its filters exclude with minus infinity.
 
     With SOME, only sampled positions are copied.
     """

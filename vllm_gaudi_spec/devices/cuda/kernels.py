@@ -181,6 +181,6 @@ def _silu_and_mul(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, TILE: tl.constex
 
 @triton.jit
 def gate(x):
-    """Compute silu, rounded before it is multiplied, as vLLM's is."""
+    """Compute silu, rounding it before it is multiplied, as vLLM does."""
     wide = x.to(tl.float32)
     return (wide / (1.0 + tl.exp(-wide))).to(x.dtype)

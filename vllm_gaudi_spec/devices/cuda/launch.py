@@ -33,10 +33,10 @@ def let_next_start(EARLY: tl.constexpr):
 
 @triton.jit
 def wait(EARLY: tl.constexpr):
-    """Wait, before the first access to what another kernel wrote or may still read.
+    """Wait, before the first access to data that another kernel wrote or may still read.
 
-    Every instance that does something must call this. A later kernel waits only for the end of this one, which must
-    therefore not come before the end of what precedes it.
+    Every instance that does any work must call this. A later kernel waits only for this one to finish, which must
+    therefore not happen before all preceding kernels have finished.
     """
     if EARLY:
         gdc_wait()
@@ -44,14 +44,14 @@ def wait(EARLY: tl.constexpr):
 
 @triton.jit
 def begin(EARLY: tl.constexpr):
-    """Let the next kernel start and wait, in kernels that have nothing to do before."""
+    """Let the next kernel start, and wait. For kernels that have no work to do before waiting."""
     let_next_start(EARLY)
     wait(EARLY)
 
 
 @triton.jit
 def fetch(pointers, EARLY: tl.constexpr):
-    """Start loading memory into the cache, before `wait`, that no kernel writes."""
+    """Prefetch memory that no kernel writes into the cache, before `wait`."""
     if EARLY:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",

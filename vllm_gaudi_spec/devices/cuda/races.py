@@ -41,7 +41,7 @@ def keys_of_block(low, high, start):
 
 @triton.jit
 def hash_position(low, high, position, STREAM: tl.constexpr):
-    """Hash everything that a token's noise depends on except the token."""
+    """Hash everything that a token's noise depends on except the token itself."""
     hashed = _mix(position.to(tl.uint32, bitcast=True) * 0x85EBCA6B + STREAM * 0x27D4EB2F)
     first = _mix(hashed ^ low)
     second = _mix(first + high)
@@ -86,9 +86,9 @@ def _gumbel(hashed):
 
 @triton.jit
 def _rough_gumbel(hashed):
-    """Return an upper bound of `_gumbel`, seldom more than 0.1 above it where it is large.
+    """Return an upper bound on `_gumbel`, which rarely exceeds it by more than 0.1 where it is large.
 
-    This is -log(u) with the float's own bits as its logarithm to base 2, and u not rounded up. The caller adds
+    This is -log(u), using the float's own bits as its base-2 logarithm, without rounding u up. The caller adds
     `_ROUGH_OFFSET`.
     """
     return hashed.to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32) * -8.262958294867817e-08
@@ -109,7 +109,7 @@ def uniform(low, high, positions):
 
 @triton.jit
 def load_values(row, probs_row, tokens, vocab, from_residual, peak, scale):
-    """Load logits, or logarithms of the residual: what the target's probabilities exceed the drafter's by."""
+    """Load logits or residual logarithms. The residual is the excess of target over draft probabilities."""
     mask = tokens < vocab
     values = tl.load(row + tokens, mask=mask, other=float("-inf")).to(tl.float32)
     if from_residual:
@@ -120,7 +120,7 @@ def load_values(row, probs_row, tokens, vocab, from_residual, peak, scale):
 
 @triton.jit
 def compute_bound(values, tokens, random, first, second):
-    """Return an upper bound of the scores along the first dimension."""
+    """Return an upper bound on the scores along the first dimension."""
     offset = 0.0
     if random:
         values += _rough_gumbel(_hash_tokens(tokens, first, second))
@@ -138,7 +138,7 @@ def compute_scores(row, probs_row, tokens, vocab, random, first, second, from_re
 
 @triton.jit
 def first_best(scores, tokens, vocab):
-    """Return the best score, and the first token that has it."""
+    """Return the best score and the first token that has it."""
     top = tl.max(scores, axis=0)
     return top, tl.minimum(tl.min(tl.where(scores == top, tokens, vocab), axis=0), vocab - 1)
 
@@ -161,10 +161,9 @@ def find_winner(
     WIDTH: tl.constexpr,
     PADDED_BOUNDS: tl.constexpr,
 ):
-    """Return the token with the best score, and that score; token 0 and -inf if no token has one.
+    """Return the token with the best score, and that score; or token 0 and -inf if no token has one.
 
-    A bound is of SPAN tokens: WIDTH adjacent ones of every STRIDE, which is shared with the tokens of neighboring
-    bounds.
+    A bound covers SPAN tokens: WIDTH adjacent tokens in every STRIDE, which the tokens of neighboring bounds share.
     """
     bound_indices = tl.arange(0, PADDED_BOUNDS)
     left = tl.load(bounds + bound_indices, mask=bound_indices < num_bounds, other=float("-inf"), cache_modifier=".cg")

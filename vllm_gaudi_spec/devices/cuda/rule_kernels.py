@@ -83,9 +83,9 @@ def strict_kernel(
 ):
     """Sample every position; with VERIFY, count the drafts that equal their samples.
 
-    First positions come first. A position after one that is known to end its request is skipped: after the last draft,
-    and after a wrong draft, which an instance with LOOK checks for. Above the number of finished positions, `arrivals`
-    has a bit for each position that ends the request.
+    First positions come first. Positions after one that is known to end its request are skipped. The last draft ends a
+    request, and so does a wrong draft, which instances with LOOK check for. Above the number of finished positions,
+    `arrivals` has a bit for each position that ends the request.
     """
     bounds_each: tl.constexpr = PARTS * CHUNK // SPAN
     part, row_index = tl.program_id(0) % num_instances, tl.program_id(0) // num_instances
@@ -195,10 +195,10 @@ def weigh_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """Compute the softmax at every draft's position, as peak and mass, and p / q of every draft.
+    """Compute the softmax at every draft's position, as peak and mass, and p / q for every draft.
 
-    Then compute the standard rule's number of accepted drafts, or the block rule's weights. In greedy rows the ratio is
-    1 if the draft is the argmax.
+    Then compute the standard rule's number of accepted drafts, or the block rule's weights. In greedy rows, the ratio
+    is 1 if the draft is the argmax.
     """
     chunk, row_index = tl.program_id(0), tl.program_id(1)
     b, k = row_index // max_drafts, row_index % max_drafts
@@ -299,7 +299,8 @@ def block_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """Compute the sums of max(w p - q, 0) at positions 1 to K - 1, then the block rule's number of accepted drafts."""
+    """Compute the sums of max(w p - q, 0) at positions 1 to K - 1, and then the block rule's number of accepted
+    drafts."""
     # Position 1 has instances even for K = 1, because they verify the request.
     inner = tl.maximum(max_drafts - 1, 1)
     chunk, row = tl.program_id(0), tl.program_id(1)
@@ -371,7 +372,7 @@ def next_token_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """Sample the token after the accepted drafts, and write the verification."""
+    """Sample the token after the accepted drafts, and store the verification results."""
     chunk, b = tl.program_id(0), tl.program_id(1)
     accepted = tl.load(num_accepted + b)
     random = tl.load(temperature + b) > 0

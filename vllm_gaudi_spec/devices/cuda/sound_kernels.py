@@ -13,7 +13,7 @@ _UNSOUND = tl.constexpr(1 << 16)
 
 @triton.jit
 def sound_kernel(logits, stride, sound_out, vocab, num_chunks, CHUNK: tl.constexpr):
-    """Check that a chunk of a row has neither NaN nor plus infinity."""
+    """Check that a chunk of a row contains neither NaN nor plus infinity."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=tokens < vocab, other=0.0)
@@ -34,7 +34,7 @@ def sound_argmax_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """Find the best token of a row, and whether the row is sound: unsound chunks show in its arrivals."""
+    """Find a row's best token, and determine whether the row is sound: unsound chunks show in its arrivals."""
     chunk, row_index = tl.program_id(0), tl.program_id(1)
     row = logits + row_index.to(tl.int64) * stride
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
