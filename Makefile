@@ -60,6 +60,9 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp requirements/dev.txt requirements/torchvision
 .PHONY: setup
 setup: $(VENV)/.stamp  ## make .venv with the locked CPU stack and this project
 
+.PHONY: dev
+dev: $(VENV)/.stamp-dev  ## the same with what tests and linters need
+
 # No set-up: pip makes an environment for the build. What an earlier build left would be packed too.
 .PHONY: wheel
 wheel:  ## build dist/*.whl: this project with the models of the demo inside, and card_emulator

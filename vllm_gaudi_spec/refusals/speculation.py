@@ -47,7 +47,7 @@ def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
     if spec_config.method not in METHODS:
         yield (
             f"Speculative method {spec_config.method} is not supported yet; "
-            f"use one of {', '.join(METHODS)} in --speculative-config."
+            f"use one of {', '.join((*METHODS, UNIVERSAL_DRAFT))} in --speculative-config."
         )
         return
     if spec_config.num_speculative_tokens > MAX_DRAFTS:
