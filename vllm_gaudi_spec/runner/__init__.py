@@ -1,1 +1,1 @@
-"""The model runner: one decode step, its state and its shapes."""
+"""The model runner, which executes steps, and its state and tensor shapes."""

@@ -1,4 +1,4 @@
-"""Lists of sizes to which batches are padded, called buckets. `shapes.py` chooses among them."""
+"""Lists of sizes to which batches are padded, called buckets. `shapes.py` chooses a bucket for each batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
 
-# By which factor a bucket may exceed what is needed. One list may be used for several servers, but a typo exceeds this.
+# Maximum ratio of a bucket to the required size. Servers may share a list of buckets, but a typo exceeds this ratio.
 _MAX_RATIO, _SMALL = 64, 256
 
 
@@ -20,7 +20,7 @@ def refuse_waste(name: str, buckets: tuple[int, ...], needed: int, option: str) 
 
 
 def geometric(smallest: int, largest: int, growth: float) -> tuple[int, ...]:
-    """Return multiples of `smallest` that grow by at most about `growth`, up to one that covers `largest`."""
+    """Return multiples of `smallest` that grow by at most about a factor of `growth`. The last one covers `largest`."""
     buckets = [smallest]
     while buckets[-1] < largest:
         buckets.append(max(buckets[-1] + smallest, _round_down(int(buckets[-1] * growth), smallest)))
@@ -29,9 +29,10 @@ def geometric(smallest: int, largest: int, growth: float) -> tuple[int, ...]:
 
 
 def divided_powers(smallest: int, largest: int, step: int, parts: int = 4) -> tuple[int, ...]:
-    """Return powers of two from `smallest` on, each range between them divided into `parts` of at least `step`.
+    """Return powers of two starting at `smallest`, with up to `parts` evenly spaced sizes in each interval.
 
-    The last one is the multiple of `smallest` that covers `largest`. A `step` of 0 leaves only powers of two.
+    The spacing is at least `step`; if `step` is 0, only powers of two are returned. The last size is the multiple of
+    `smallest` that covers `largest`.
     """
     lengths = [smallest]
     while lengths[-1] < largest:
@@ -42,7 +43,7 @@ def divided_powers(smallest: int, largest: int, step: int, parts: int = 4) -> tu
 
 
 def expected_padding(lengths: Sequence[int]) -> float:
-    """Return the share of padding in prompt chunks whose lengths are evenly distributed."""
+    """Return the expected fraction of padding in prompt chunks whose lengths are uniformly distributed."""
     computed = sum(length * (length - shorter) for shorter, length in pairwise((0, *lengths)))
     return 1 - sum(range(lengths[-1] + 1)) / computed
 

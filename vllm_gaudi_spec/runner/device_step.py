@@ -1,4 +1,4 @@
-"""What a step computes on the device: the target's forward, the verification, and drafts for the host."""
+"""The device's part of a step: the target's forward, verification, and gathering of drafts for the host."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class DeviceStep:
-    """Functions of tensors and static values; each becomes one graph per set of shapes and static values.
+    """Device functions that take tensors and static values. Each combination of shapes and values becomes one graph.
 
-    They never wait for the device, and update the request state in place. The next run of a function overwrites its
-    result.
+    These functions never wait for the device, and they update the request state in place. Each call to a function
+    overwrites the result of its previous call.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class DeviceStep:
         drafting: Drafting,
         slices: bool,
     ) -> None:
-        """`slices`: whether prompt chunks may take several rows."""
+        """If `slices` is true, a prompt chunk may take several rows."""
         self._target = target
         self._requests = requests
         self._hidden_states = hidden_states
@@ -52,7 +52,7 @@ class DeviceStep:
         self._slices = slices
         graph = requests.backend.graphs.graph
         self.forward = graph(self._forward)
-        # Custom processors may do anything on the host, so they cannot be captured.
+        # Custom processors may run arbitrary code on the host, so they cannot be captured.
         self.finish = self._finish if verifier.custom is not None else graph(self._finish)
         self.drafts = graph(self._drafts)
 
@@ -65,7 +65,7 @@ class DeviceStep:
         multimodal: MultimodalInputs | None = None,
         token_types_T: torch.Tensor | None = None,
     ) -> None:
-        """Run the target over a batch, whose rows may all begin `from_start`, and store its hidden states."""
+        """Run the target over a batch and store its hidden states. With `from_start`, all rows start at position 0."""
         target, requests = self._target, self._requests
         rows = step.split()
         if rows.more_BX is not None:
@@ -89,14 +89,14 @@ class DeviceStep:
         if phase == PREFILL and self._slices:
             rows_B = keep_last_slices(rows_B, requests.pad_row)
         self._hidden_states.put(phase, queries, rows_B, located, target.forward(inputs))
-        # `finish` advances rows that sample. This is for prompts that continue in a later step.
+        # `finish` advances the rows that sample. This call advances prompts that continue in a later step.
         requests.set_computed(rows_B, located.starts_B + located.num_real_B)
 
     def _finish(self, sample_pass: SamplePass) -> tuple[Verification, torch.Tensor, Drafts | None, torch.Tensor]:
-        """Compute the logits of the positions that sample, apply the acceptance rule, and advance the rows.
+        """Compute logits at the positions to sample, apply the acceptance rule, and advance the rows.
 
-        Return the rows as well, as input for `drafts`, the drafts if the pass makes them, and what most steps report,
-        so that it needs no other graph.
+        Return the verification, the rows (an input of `drafts`), the drafts if this pass makes them, and the packed
+        report that most steps send, so that packing needs no other graph.
         """
         rows_B, max_drafts_B, position_list, grammars = sample_pass.split()
         num_queries = sample_pass.shape.queries
@@ -131,5 +131,5 @@ class DeviceStep:
         return verification, rows_B, drafts, pack_report(verification, drafts)
 
     def _drafts(self, rows_B: torch.Tensor, num_drafts: int) -> Drafts:
-        """Return the drafts of the rows that sampled, for the host."""
+        """Return the drafts of the rows that sampled, to be sent to the host."""
         return self._requests.drafts(rows_B, num_drafts)

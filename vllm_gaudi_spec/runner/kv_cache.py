@@ -1,4 +1,4 @@
-"""KV cache memory: allocation as planned by the engine, and block copies."""
+"""Allocation of the KV cache as planned by the engine, and copying of its blocks."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ class KVCache:
     def __init__(self, kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, backend: DeviceBackend) -> None:
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
         self.by_layer = backend.memory.allocate_kv(kv_cache_config, layout)
-        """Each layer's KV cache."""
+        """Maps each layer to its KV cache."""
         self.copy_blocks = backend.memory.make_block_copier(self.by_layer)
-        """Copies blocks, given as pairs of source and destination."""
+        """Copies blocks, given as pairs of source and destination blocks."""
         self.num_blocks = kv_cache_config.num_blocks
-        # All layers share one allocation, and each reports its whole size.
+        # All layers share one allocation, and each layer reports the whole allocation's size.
         self.num_bytes = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)
         self.layer_groups = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
         specs = [_layer_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
         self.block_sizes = [spec.block_size for spec in specs]
         self.windows = [spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs]
-        """Sliding window of each group's layers, or None."""
+        """The sliding window of each group's layers, or None."""
 
     def warm_up(self) -> None:
-        """Run a block copy on the pad block."""
+        """Run a block copy within the pad block."""
         self.copy_blocks([(0, 0)])
 
 
 def single_forward_config(specs: dict[str, FullAttentionSpec], *, max_tokens: int, max_rows: int) -> KVCacheConfig:
-    """Return the KV cache config of an encoder, whose KV lasts for one forward.
+    """Return the KV cache config for an encoder, whose KV is needed only during one forward.
 
-    Prompts are computed whole, and nothing is read after the layer that wrote it has attended. So all layers share the
-    same memory, with room for the largest forward and the pad block.
+    Prompts are computed whole, and a layer's KV is not read again after that layer's attention. Therefore, all layers
+    share the same memory, which has room for the largest forward and the pad block.
     """
     (spec,) = set(specs.values())
-    # The last block of each row may hold a single token.
+    # Each row's last block may hold only one token.
     num_blocks = 1 + max_tokens // spec.block_size + max_rows
     size = num_blocks * spec.page_size_bytes
     return KVCacheConfig(

@@ -1,7 +1,7 @@
-"""Device memory during warm-up: how much captured graphs keep, and which option to lower if it runs out.
+"""Device memory in warm-up: how much captured graphs keep, and which option to lower if memory runs out.
 
-A Gaudi without free memory serves nothing any more, so nothing is retried: the error is one line that names the option
-to change.
+A Gaudi that runs out of memory cannot serve any more requests, so nothing is retried. Instead, a one-line error names
+the option to change.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 class WarmUpMemory:
-    """Measures the memory that warm-up keeps, on a device that reports its free memory."""
+    """Measures the memory that warm-up jobs keep, on devices that report their free memory."""
 
     def __init__(self, memory: Memory, vllm_config: VllmConfig, kv_bytes: int, *, where: str = "in warm-up") -> None:
-        """`kv_bytes` is the size of the KV cache, 0 if there is none yet. `where` goes into the error message."""
+        """`kv_bytes` is the size of the KV cache, or 0 before it exists. `where` is used in the error message."""
         self._where = where
         self._memory = memory
         self._vllm_config = vllm_config
         self._kv_bytes = kv_bytes
         self._kept: Counter[str] = Counter()
-        """Bytes kept by each kind of job."""
+        """Number of bytes kept by each kind of job."""
         self._runs: Counter[str] = Counter()
 
     @contextmanager
     def measure(self, job: Job, rest: Sequence[Job]) -> Iterator[None]:
-        """Measure a job that runs in this context. The jobs in `rest` come after it."""
+        """Measure the job that runs in this context. `rest` lists the jobs that run after it."""
         free = self._memory.free_bytes()
         try:
             yield
@@ -61,7 +61,7 @@ class WarmUpMemory:
     def _describe_failure(self, job: Job, rest: Sequence[Job], asked: int) -> str:
         try:
             free = max(self._memory.free_bytes() or 0, 0)
-        except RuntimeError:  # the device may not answer any more
+        except RuntimeError:  # the device may no longer respond
             free = 0
         missing = asked - free + sum(map(self._estimate_kept, rest))
         found = f"{format_size(asked)} requested" if asked else "more requested than available"
@@ -73,17 +73,17 @@ class WarmUpMemory:
         )
 
     def _estimate_kept(self, job: Job) -> int:
-        """Return how much a job will probably keep: the average of its kind so far, or 0 without any.
+        """Return how many bytes a job will probably keep: the average for its kind so far, or 0 if none has run.
 
-        The largest jobs of a kind run first, so this is an upper bound.
+        The largest jobs of each kind run first, so this is an upper bound.
         """
         return max(self._kept[job.kind], 0) // max(self._runs[job.kind], 1)
 
 
 def suggest_option(vllm_config: VllmConfig, kind: str, kv_bytes: int, missing: int) -> str:
-    """Return the option to lower, with its value and the one that frees `missing` bytes for jobs of this kind.
+    """Return the option to lower, with its current value and a value that frees `missing` bytes for this kind of job.
 
-    Cutting the KV cache by more than half helps less than fewer sequences or shorter prompt chunks.
+    If the KV cache had to shrink by more than half, lowering the number of sequences or the chunk length helps more.
     """
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     share = 1 - max(missing, 1) / max(kv_bytes, 1)
@@ -106,8 +106,8 @@ def suggest_option(vllm_config: VllmConfig, kind: str, kv_bytes: int, missing: i
 def _suggest_for_prompt_logprobs(vllm_config: VllmConfig) -> str:
     """Return the option to lower for prompt log-probabilities.
 
-    Their memory does not depend on the number of requests or the length of chunks. If their number is not the cause,
-    only smaller weights per rank free memory.
+    Their memory use does not depend on the number of requests or the chunk length. If the number of log-probabilities
+    is not the cause, only smaller weights per rank free memory.
     """
     max_logprobs = vllm_config.model_config.max_logprobs
     if not 0 <= max_logprobs <= USUAL_LOGPROBS:

@@ -1,4 +1,4 @@
-"""The model runner, which turns the scheduler's output into sampled tokens. This file is the order of a step."""
+"""The model runner, which turns the scheduler's output into sampled tokens. This file defines the order of a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ModelRunner(RunnerParts):
-    """Runs the steps of one worker."""
+    """Runs the steps of a worker."""
 
     def __init__(self, vllm_config: VllmConfig, backend: DeviceBackend, *, shows_progress: bool) -> None:
         super().__init__(vllm_config, backend, shows_progress=shows_progress)
@@ -37,15 +37,15 @@ class ModelRunner(RunnerParts):
         self.report: Report | None = None
         self.drafter_status = DrafterStatus((), (), is_off=False, num_faults=0)
 
-    # --- a step, in the two halves that vLLM calls ---
+    # --- a step, split into the two halves that vLLM calls ---
 
     def execute_model(self, scheduled: SpecSchedulerOutput) -> ModelRunnerOutput | None:
-        """Prepare and run the forwards. Return None if `sample_tokens` returns the step's output."""
+        """Prepare and run the forwards. Return None if `sample_tokens` will return the step's output."""
         self.apply(scheduled)
         for extension in self.extensions:
             extension.before_forwards(scheduled)
         if not scheduled.total_num_scheduled_tokens:
-            # vLLM runs this step after the last request ended. The next step may come long after it.
+            # vLLM runs this step after the last request has ended. The next step may come much later.
             idle = CountedOutput([], {}, worked=self.recorder.make_counts(self.backend, is_last=True))
             self.end_step(idle)
             return idle
@@ -68,18 +68,18 @@ class ModelRunner(RunnerParts):
         pending, self.pending = self.pending, []
         self.recorder.step_done()
         output = pooling.report(pending, self.recorder.make_counts(self.backend))
-        self.batches = []  # they hold outputs of encoders that vLLM may free
+        self.batches = []  # batches hold encoder outputs that vLLM may free
         self.backend.graphs.step_done()
         return output
 
     def execute_dummy_batch(self) -> None:
-        """Take part in a step of the data-parallel peers while this rank has no request."""
+        """Participate in a step of the data-parallel peers while this rank has no requests."""
         for planned in self.fit([]):
             self.forward(self.make_batch(planned))
         self.backend.graphs.step_done()
 
     def sample_tokens(self, constraints: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Verify, advance, report and propose."""
+        """Verify drafts, advance the requests, report the results, and propose new drafts."""
         pending, self.pending = self.pending, []
         if not pending:
             return EMPTY_MODEL_RUNNER_OUTPUT
@@ -94,13 +94,13 @@ class ModelRunner(RunnerParts):
         return self.report if self.async_scheduling else self.read(self.report, max_drafts)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Return the drafts that follow the newest step that the host has read, or None if they stay on the device."""
+        """Return the drafts that follow the latest step that the host has read, or None if they stay on the device."""
         report = self.report
         if report is None or report.step is None or not self.host_needs_drafts(report.step.requests):
             return None
         return self.drafting.get_draft_token_ids(report.step)
 
-    # --- the parts of a step ---
+    # --- parts of a step ---
 
     def end_step(self, output: ModelRunnerOutput | Report) -> None:
         for extension in self.extensions:
@@ -113,9 +113,9 @@ class ModelRunner(RunnerParts):
         return planned
 
     def apply(self, scheduled: SpecSchedulerOutput) -> None:
-        """Follow the scheduler: requests were admitted, ended or grew."""
+        """Apply the scheduler's output: admitted, ended, and continued requests."""
         self.requests.apply(scheduled)
-        # vLLM asks to zero blocks only for layers that keep a state in them, and such layers are refused.
+        # vLLM asks for zeroed blocks only for layers that keep a state in them, and such layers are refused.
         assert not scheduled.new_block_ids_to_zero
         if copies := scheduled.kv_cache_block_copies:
             self.kv_cache.copy_blocks([(copy.src_block_id, copy.dst_block_id) for copy in copies])
@@ -124,7 +124,7 @@ class ModelRunner(RunnerParts):
         if self.pooling is None and self.requests.admitted:
             for request in self.requests.admitted:
                 self.sampling.admit(request)
-            # Here, so that a row's values are there even if its request never samples.
+            # This is done here so that a row's values are set even if its request never samples.
             self.sampling.flush()
         self.drafting.apply(self.requests)
         if (status := scheduled.drafter_status) is not None:
@@ -133,10 +133,10 @@ class ModelRunner(RunnerParts):
             self.drafting.update_drafter_state(restarted, excluded, disabled=status.is_off)
 
     def max_scheduled_drafts(self, scheduled: SchedulerOutput) -> dict[str, int]:
-        """Return the most drafts of each request that this step may verify.
+        """Return the maximum number of drafts that this step may verify for each request.
 
-        With async scheduling, a -1 in the scheduler's output is a placeholder for a draft that only the device has;
-        otherwise it is padding.
+        With async scheduling, a -1 in the scheduler's output is a placeholder for a draft that exists only on the
+        device. Otherwise, it is padding.
         """
         by_id = scheduled.scheduled_spec_decode_tokens
         paddings = 0 if self.async_scheduling else 1
@@ -145,12 +145,12 @@ class ModelRunner(RunnerParts):
         return dict(zip(by_id, max_drafts.tolist(), strict=True))
 
     def max_drafts_after(self, scheduled: SpecSchedulerOutput) -> int:
-        """Return the most drafts of a request that may follow this step."""
+        """Return the maximum number of drafts per request that may follow this step."""
         num_drafts: int = min(scheduled.num_spec_tokens_to_schedule, self.num_drafts)
         return num_drafts
 
     def make_batch(self, planned: Planned, max_drafts: int = 0) -> Batch:
-        """Copy a planned batch to the device, with what the drafter and the extensions need there."""
+        """Copy a planned batch to the device, including the inputs of the drafter and the extensions."""
         if planned.shape.phase == DECODE:
             batch = self.requests.make_batch(planned, max_drafts, self.drafting.host_drafts(planned.requests))
         else:
@@ -166,18 +166,18 @@ class ModelRunner(RunnerParts):
         self.device_step.forward(shape.phase, shape.queries, from_start, *inputs)
 
     def forward(self, batch: Batch) -> None:
-        """Run the target over a batch, and whatever reads its hidden states before the next forward overwrites them."""
+        """Run the target over a batch, and everything that must read its hidden states before the next forward."""
         self.compute(batch)
-        if not batch.requests:  # a forward of data-parallel peers
+        if not batch.requests:  # a forward that only data-parallel peers need
             return
         for extension in self.extensions:
             extension.after_forward(batch)
         self.drafting.follow(batch)
 
     def finish(self, pending: list[Planned], grammars: dict[str, Grammar], max_drafts: int) -> Report:
-        """Sample for all requests that sample in this step, in one pass whatever batch computed them.
+        """Sample in one pass for all requests that sample in this step, regardless of which batch computed them.
 
-        The last position of a prompt is a verification of zero drafts.
+        The last position of a prompt is treated as a verification of zero drafts.
         """
         finishing = [member for planned in pending for member in list_finishing(planned)]
         unfinished = [request for planned in pending for request in list_continuing(planned)]
@@ -208,9 +208,10 @@ class ModelRunner(RunnerParts):
         return StepResult(batch.requests, verification, rows_B, packed, signature=signature, drafts=drafts)
 
     def send_and_propose(self, step: StepResult, sampled: SampledRows, branch: Branch, max_drafts: int) -> Report:
-        """Send the tokens to the host before a model drafts, so that no token waits for it.
+        """Send the tokens to the host before the drafter runs, so that they do not wait for it.
 
-        Where the host needs the drafts too, send both in one copy after drafting: a step has one device-to-host sync.
+        If the host needs the drafts too, tokens and drafts are sent in one copy after drafting, so that a step has only
+        one device-to-host sync.
         """
         is_complete = step.drafts is not None or not self.host_needs_drafts(sampled.requests)
         report = self.reports.send(step) if is_complete else None
@@ -229,15 +230,15 @@ class ModelRunner(RunnerParts):
         return self.device_step.drafts(step.rows_B, self.num_drafts)
 
     def host_needs_drafts(self, requests: list[Request]) -> bool:
-        """Whether vLLM's scheduler takes the drafts of this step.
+        """Whether vLLM's scheduler needs the drafts that this step makes.
 
-        It always does without async scheduling. With async scheduling drafts stay on the device, unless a grammar has
-        to check them before they are verified.
+        Without async scheduling, it always does. With async scheduling, drafts stay on the device, unless a grammar
+        must check them before they are verified.
         """
         return not self.async_scheduling or any(request.params.structured_outputs for request in requests)
 
     def read(self, report: Report, max_drafts: int) -> ModelRunnerOutput:
-        """Wait for a step's results, then run drafters that work on the host."""
+        """Wait for a step's results, then run any drafter that runs on the host."""
         output = report.get_output()
         step = report.step
         assert step is not None

@@ -1,4 +1,4 @@
-"""The long-lived parts of the model runner: models, request state, and what computes a step."""
+"""The long-lived parts of the model runner: the models, the request state, and the objects that compute a step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class RunnerParts:
-    """Loads the models and makes, once, everything that steps use."""
+    """Loads the models and creates everything that steps use."""
 
     def __init__(self, vllm_config: VllmConfig, backend: DeviceBackend, *, shows_progress: bool) -> None:
         self.vllm_config = vllm_config
@@ -79,13 +79,13 @@ class RunnerParts:
         self.residence = Residence(self.backend, self.target, self.drafter)
 
     def save_measurements(self) -> None:
-        """Write the quantization measurements collected so far."""
+        """Save the quantization measurements collected so far."""
         for loaded in (self.target, self.drafter):
             if loaded is not None and loaded.measuring is not None:
                 loaded.measuring.write()
 
     def bytes_beside_kv(self) -> dict[str, int]:
-        """Return the device memory needed besides weights and the KV cache, by purpose."""
+        """Return the device memory needed in addition to weights and the KV cache, by purpose."""
         speculation, vocab_size = self.speculation, self.model_config.get_vocab_size()
         shapes = Shapes.from_config(self.vllm_config, self.options, self.backend, self.widths)
         output_format = get_output_format(self.target.model, self.model_config)
@@ -105,10 +105,10 @@ class RunnerParts:
         return self.target.kv_cache_spec() | get_kv_specs_in_target(self.speculation, self.drafter)
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *, profiled_blocks: int | None = None) -> None:
-        """Make everything that depends on the KV cache.
+        """Create everything that depends on the KV cache.
 
-        A profile run passes `profiled_blocks`, the number of blocks to derive sizes from. It leaves out drafters on the
-        host and logits processors that users bring.
+        A profile run passes `profiled_blocks`, the number of blocks from which to derive sizes, and does not create
+        drafters that run on the host or user-defined logits processors.
         """
         self._make_kv_cache(kv_cache_config, profiled_blocks)
         self.custom: CustomProcessors | None = None
@@ -138,7 +138,7 @@ class RunnerParts:
         )
 
     def _make_kv_cache(self, kv_cache_config: KVCacheConfig, profiled_blocks: int | None) -> None:
-        """Make the KV cache, the list of shapes, and the rows of requests."""
+        """Create the KV cache, the list of shapes, and the request rows."""
         if encodes := self.target.encoder_kv_spec(self.backend.traits.block_size):
             shapes = Shapes.from_config(self.vllm_config, self.options, self.backend)
             max_rows = max(shapes.most_rows, *shapes.prefill_rows)
@@ -147,7 +147,7 @@ class RunnerParts:
         device = self.backend.traits.torch_device
         self.target.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
         self.target.make_states(self.max_rows + 1, self.num_snapshots, num_pending(self.num_drafts), device)
-        # The KV of a drafter with positions of its own is bound by its `DrafterKVRegion`.
+        # If a drafter has separate positions, `DrafterKVRegion` binds its KV.
         drafter = None if self.speculation and self.speculation.retokenizes else self.drafter
         if drafter is not None:
             drafter.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
@@ -181,7 +181,7 @@ class RunnerParts:
         )
 
     def _make_extensions(self) -> None:
-        """Make the extensions that this model and these options need, in the order in which a step calls them."""
+        """Create the extensions that this model and these options need, in the order in which a step calls them."""
         model_config, target = self.model_config, self.target
         found: list[Extension | None] = []
         self.pooling: Pooling | None = None
@@ -200,7 +200,7 @@ class RunnerParts:
         if self.num_snapshots and target.states is not None:
             found.append(SnapshotRows(target.states, self.requests, self.backend))
         if ranks_in_step(self.vllm_config) > 1:
-            # One decode, and at most one chunk per request.
+            # There is one decode, and at most one chunk per request.
             found.append(DataParallelLockstep(self.shapes, max_forwards=1 + self.max_rows))
         connector = KVConnector.load(self.vllm_config, self.kv_cache, self.speculation, self.drafter)
         found += [target.adapters, self.pooling, self.custom, connector]
@@ -220,7 +220,7 @@ class RunnerParts:
         self.sample_shapes = SampleShapes(
             self.shapes,
             max_rows=self.max_rows,
-            # Custom processors are not captured, as they may do anything on the host, and they index logits by row.
+            # Custom processors may run arbitrary code on the host, so they are not captured, and index logits by row.
             lists=self.backend.traits.compiles and self.custom is None,
             needs_rectangle=rectangles,
         )
@@ -244,7 +244,7 @@ class RunnerParts:
         )
 
     def release_late_interaction_query_cache(self, query_keys: list[str]) -> None:
-        """Release queries whose documents have all been compared with them. Called by vLLM's worker class."""
+        """Release queries that have been compared with all of their documents. Called by vLLM's worker class."""
         if self.pooling is not None:
             self.pooling.comparisons.release_queries(query_keys)
 
@@ -252,7 +252,7 @@ class RunnerParts:
         for extension in self.extensions:
             extension.reset_encoder_cache()
 
-    # --- attributes for functions that users send to workers, by the names of vLLM's runner ---
+    # --- attributes for functions that users send to workers, named as in vLLM's runner ---
 
     @property
     def model(self) -> nn.Module:
@@ -270,5 +270,5 @@ class RunnerParts:
         return self.target.model
 
     def get_draft_model(self) -> nn.Module | None:
-        """Return the drafter's model, or None if it has none."""
+        """Return the drafter's model, or None if the drafter has no model."""
         return None if self.drafter is None else self.drafter.model

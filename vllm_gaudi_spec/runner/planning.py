@@ -1,4 +1,4 @@
-"""Planning of a step's batches: which requests decode and which prefill, in which rectangles of rows and tokens."""
+"""Planning of a step's batches: which requests decode, which prefill, and in which rectangles of rows and tokens."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def locate(phase: str, rows: RowInputs, requests: Requests) -> Located:
-    """Return where each row's tokens begin, and how many of them are real.
+    """Return where each row's tokens begin and how many of them are real.
 
-    Prompt chunks start at the host's count of computed tokens. Decodes start at the device's count, and verify as many
-    drafts as the device has, up to the number that the host scheduled.
+    Prompt chunks start at the host's count of computed tokens. Decodes start at the device's count and verify the
+    drafts that the device has, up to the number that the host scheduled.
     """
     starts_B, num_real_B = rows.starts_B, rows.counts_B
     if phase == DECODE:
@@ -39,7 +39,7 @@ def locate(phase: str, rows: RowInputs, requests: Requests) -> Located:
 
 
 def build_inputs(queries: int, rows: RowInputs, located: Located, requests: Requests) -> Inputs:
-    """Gather a rectangle's tokens on the device."""
+    """Gather the tokens of a rectangle on the device."""
     offsets_Q = torch.arange(queries, dtype=torch.int32, device=located.starts_B.device)
     tokens_BQ = requests.tokens_at(rows.rows_B, located.starts_B[:, None] + offsets_Q)
     row_operations = requests.backend.row_operations
@@ -49,9 +49,9 @@ def build_inputs(queries: int, rows: RowInputs, located: Located, requests: Requ
 def make_sample_batch(
     requests: Requests, shape: SampleShape, members: list[Request], num_positions: Sequence[int] = ()
 ) -> SampleBatch:
-    """Make the batch of the sampling pass.
+    """Make the batch for the sampling pass.
 
-    If the shape lists positions, `num_positions` gives the number of positions of each member.
+    If the shape lists positions, `num_positions` is the number of positions of each request in `members`.
     """
     rows_np = requests.pad_rows(members, shape.rows)
     if not shape.positions:
@@ -69,7 +69,7 @@ def make_sample_batch(
 
 
 def list_finishing(planned: Planned) -> list[tuple[Request, int, int]]:
-    """Return the requests that sample, each with the most tokens that it has then, drafts included, and the most
+    """Return the requests that sample, each with its maximum length after the step's drafts and the maximum number of
     positions at which it may sample."""
     is_decode = planned.shape.phase == DECODE
     members = zip(planned.requests, planned.starts, planned.counts, planned.finishes, strict=True)
@@ -79,7 +79,7 @@ def list_finishing(planned: Planned) -> list[tuple[Request, int, int]]:
 
 
 def list_continuing(planned: Planned) -> list[Request]:
-    """Return the requests whose prompt continues in a later step."""
+    """Return the requests whose prompts continue in a later step."""
     if planned.shape.phase == DECODE:
         return []
     last_rows = dict(zip(planned.requests, planned.finishes, strict=True))
@@ -95,12 +95,12 @@ def plan_batches(
 ) -> list[Planned]:
     """Plan running decodes as one rectangle, then all other requests in the scheduler's order.
 
-    The order matters: a request admitted on a prefix-cache hit may read blocks that this very step writes, by a decode
-    that fills its block or by a prompt chunk admitted before it. A prompt with a single token left is a decode too, but
-    keeps its position among the chunks.
+    The order matters: a request admitted after a prefix cache hit may read blocks that are written in the same step,
+    either by a decode that fills its block or by a prompt chunk admitted earlier. A prompt with one token left is also
+    run as a decode, but keeps its position among the chunks.
 
-    `num_drafts` maps a request to the most drafts that this step may verify, 0 if it is missing. Blocks of decodes have
-    room for `lookahead` tokens after the first, so that a drafter can use the same blocks.
+    `num_drafts` maps a request to the maximum number of drafts that this step may verify; the default is 0. The blocks
+    of decodes have room for `lookahead` tokens after the first, so that a drafter can use the same blocks.
     """
     running: list[Request] = []
     others: list[tuple[Request, int]] = []
@@ -109,7 +109,7 @@ def plan_batches(
         if request.num_computed >= len(request.all_token_ids):
             running.append(request)
         else:
-            # A newly admitted request may have placeholders for drafts, which are padding.
+            # A newly admitted request may have draft placeholders, which are padding.
             others.append((request, min(num_tokens, len(request.all_token_ids) - request.num_computed)))
     batches = [_decode_batch(running, shapes, num_drafts, lookahead)] if running else []
     for is_last_token, group in groupby(others, key=lambda chunk: _is_last_token(chunk[0])):

@@ -1,7 +1,7 @@
-"""The profile run, which measures the peak memory of the largest steps before the KV cache is sized.
+"""The profile run, which measures the peak memory of the largest steps to determine the size of the KV cache.
 
-Steps run uncaptured on padding, with a KV cache of a few blocks. Their sizes are those of warm-up with all the memory
-given to the KV cache, which is slightly more than there will be.
+Steps run uncaptured on padding, with a KV cache of only a few blocks. They are as large as warm-up steps would be if
+the KV cache had all of the remaining memory, which slightly exceeds the memory that it will get.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _BLOCKS = 2
-"""The pad block and one other."""
+"""The pad block and one more."""
 
 
 def peak_bytes(runner: ModelRunner, budget: int) -> int:
-    """Return the bytes that the largest steps need besides weights and KV, 0 if the device does not measure it.
+    """Return the number of bytes that the largest steps need besides weights and KV, or 0 if unknown.
 
-    `budget` is the number of bytes that the KV cache could have without them.
+    `budget` is the number of bytes that would be available to the KV cache if steps needed none.
     """
     if not runner.backend.memory.measures_peak:
         return 0
@@ -45,7 +45,7 @@ def peak_bytes(runner: ModelRunner, budget: int) -> int:
         vars(runner).clear()
         vars(runner).update(before)
         clear_layer_kv_caches(runner.vllm_config.compilation_config.static_forward_context.values())
-        gc.collect()  # the parts of the runner form reference cycles
+        gc.collect()  # the runner's parts form reference cycles
     needed = ", ".join(f"{format_size(peak)} ({kind})" for kind, peak in peaks.items())
     logger.info("The largest steps need %s.", needed)
     kind = max(peaks, key=lambda kind: peaks[kind])
@@ -58,7 +58,7 @@ def peak_bytes(runner: ModelRunner, budget: int) -> int:
 
 
 def _peaks(runner: ModelRunner, few: KVCacheConfig, num_blocks: int) -> dict[str, int]:
-    """Return the peak of each kind of job. This changes the runner."""
+    """Return the peak memory use of each kind of job. This changes the runner."""
     memory = runner.backend.memory
     runner.backend = replace(runner.backend, graphs=runner.backend.graphs.uncaptured())
     runner.recorder = StepRecorder()
@@ -74,10 +74,10 @@ def _peaks(runner: ModelRunner, few: KVCacheConfig, num_blocks: int) -> dict[str
 
 
 def _largest(jobs: Iterator[Job]) -> Iterator[Job]:
-    """Yield two of the largest jobs of each kind: the longest context and the most branches.
+    """Yield two of the largest jobs of each kind: one with the longest context and one with the most branches.
 
-    The first of a kind has the longest context, the last the most branches. If they are the same job, it is yielded
-    twice, so that ranks whose lists differ in length run the same number of jobs.
+    The first job of a kind has the longest context, and the last has the most branches. If these are the same job, it
+    is yielded twice, so that ranks with job lists of different lengths run the same number of jobs.
     """
     by_kind: dict[str, list[Job]] = {}
     for job in jobs:
@@ -91,7 +91,7 @@ def _largest(jobs: Iterator[Job]) -> Iterator[Job]:
 
 
 def _kv_cache_configs(runner: ModelRunner, budget: int) -> tuple[KVCacheConfig, int]:
-    """Return a KV cache config of a few blocks, and the number of blocks that fit in `budget`."""
+    """Return a KV cache config with only a few blocks, and the number of blocks that fit in `budget`."""
     vllm_config = runner.vllm_config
     groups = get_kv_cache_groups(vllm_config, runner.kv_cache_spec())
     expected = get_kv_cache_config_from_groups(vllm_config, groups, budget).num_blocks

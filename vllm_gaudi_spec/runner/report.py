@@ -1,4 +1,4 @@
-"""Transfer of a step's results to the host, in one copy, and their conversion to vLLM's records."""
+"""Transfer of a step's results to the host in one copy, and their conversion to vLLM's records."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Downloads:
         self._overlap = overlap
 
     def start(self, tensor: torch.Tensor) -> Wait:
-        """Start a copy to the host and return a function that waits for it.
+        """Start a copy to the host, and return a function that waits for the copy and returns it.
 
-        The tensor may be overwritten as soon as this returns.
+        The tensor may be overwritten as soon as this method returns.
         """
         if self._overlap:
             return self._backend.memory.start_download(tensor)
@@ -53,7 +53,7 @@ class Downloads:
 def _move_tensors(
     step: StepResult, move: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[Verification | None, Drafts | None]:
-    """Return the parts of a step on the device with `move` applied to every tensor, always in the same order."""
+    """Apply `move` to every tensor in a step's verification and drafts, always in the same order, and return both."""
 
     def scores(record: LogprobsTensors | None) -> LogprobsTensors | None:
         return record and LogprobsTensors(*(move(tensor) for tensor in record[:3]))
@@ -71,10 +71,10 @@ def _move_tensors(
 
 
 def drop_scores(step: StepResult, shape: SampleShape) -> None:
-    """Leave log-probabilities that no request asked for on the device.
+    """Remove log-probabilities that no request asked for from the step, so that they are not copied to the host.
 
-    A full branch computes them anyway. The report is then that of a step of the same size without them, which saves a
-    graph.
+    A full branch computes them anyway. Without them, the report has the same form as that of other steps of this size,
+    which saves a graph.
     """
     assert step.verification is not None
     step.verification = step.verification._replace(logprobs=None, scores=None)
@@ -90,7 +90,7 @@ class Reports:
         self._pack = backend.graphs.graph(_pack)
 
     def send(self, step: StepResult) -> Report:
-        """Start the copy. The step's tensors may be overwritten once this has returned."""
+        """Start the copy. The step's tensors may be overwritten once this method has returned."""
         if step.packed is not None and not _has_scores(step.verification):
             return Report(step, self._downloads.start(step.packed))
         parts = _list_tensors(step)
@@ -115,32 +115,32 @@ def _has_scores(verification: Verification | None) -> bool:
 
 
 def pack_report(verification: Verification, drafts: Drafts | None) -> torch.Tensor:
-    """Return what a step without log-probabilities reports."""
+    """Return the report of a step without log-probabilities."""
     return _pack(*_list_tensors(StepResult([], verification._replace(logprobs=None, scores=None), drafts=drafts)))
 
 
 def _pack(*parts: torch.Tensor) -> torch.Tensor:
-    """Return all numbers as float32, which is exact for token ids, ranks and counts below 2**24.
+    """Return all values as float32, which represents token IDs, ranks, and counts below 2**24 exactly.
 
-    Bits are not moved: in lazy mode a Gaudi's `view(dtype)` converts numbers.
+    Values are converted instead of reinterpreted because a Gaudi's `view(dtype)` converts values in lazy mode.
     """
     return torch.cat([part.flatten().float() for part in parts])
 
 
 class Report(AsyncModelRunnerOutput):
-    """The results of a step on their way to the host.
+    """A step's results, which are being copied to the host.
 
-    The copy starts before this object is made and before the next step overwrites the results.
+    The copy starts before this object is created and before the next step overwrites the results.
     """
 
     def __init__(self, sent: StepResult, wait: Wait | None) -> None:
-        """`wait` returns all tensors of `sent` as one on the host; None if there are none."""
-        self._sent = sent  # tensors are on the device; other fields may be set until `get_output` is called
+        """`wait` returns all tensors of `sent` as one tensor on the host; it is None if there are none."""
+        self._sent = sent  # its tensors are on the device; other fields may be set until `get_output` is called
         self._wait = wait
         self.step: StepResult | None = None
-        """The step on the host; None until `get_output` was called."""
+        """The step on the host, or None until it has been copied."""
         self.worker_counts: WorkerCounts | None = None
-        """Counters of the worker, reported with this step."""
+        """The worker's counters, reported with this step."""
         self.kv_connector_output: KVConnectorOutput | None = None
 
     def to_host(self) -> StepResult:
@@ -163,7 +163,7 @@ class Report(AsyncModelRunnerOutput):
         return self.kv_connector_output
 
     def get_output(self) -> ModelRunnerOutput:
-        """Wait for the copy and return vLLM's record. This can be called only once."""
+        """Wait for the copy and return vLLM's record. This method can be called only once."""
         step = self.step = self.to_host()
         sampled = _list_sampled_tokens(step)
         names = [request.req_id for request in (*step.requests, *step.unfinished)]
@@ -195,8 +195,8 @@ class Report(AsyncModelRunnerOutput):
 def copy_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy that vLLM can serialize.
 
-    Its encoder views a tensor as bytes, which requires a last stride of 1. A dimension with a single element may have
-    any stride in a contiguous tensor, so `contiguous` could return it unchanged.
+    vLLM's encoder views a tensor as bytes, which requires the last stride to be 1. A contiguous tensor may have any
+    stride in a dimension of size 1, so `contiguous` could return it unchanged.
     """
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -205,7 +205,7 @@ _REASONS = {FAULTY: NoDraftReason.FAULT, UNVERIFIED: NoDraftReason.UNVERIFIED}
 
 
 def _verified_round(verified: dict[str, int], failed: dict[str, int]) -> list[DraftRound]:
-    """Return what the device observed of the round whose drafts this step verified."""
+    """Return what the device observed about the draft round that this step verified."""
     faulty = tuple(req_id for req_id, number in failed.items() if number == FAULTY)
     worked = max(verified.values(), default=0) > 0 or UNVERIFIED in failed.values()
     return [DraftRound(faulty, worked)] if faulty or worked else []
@@ -220,7 +220,7 @@ def _list_sampled_tokens(step: StepResult) -> list[list[int]]:
 
 
 def _join_logprobs(step: StepResult, sampled: list[list[int]]) -> LogprobsLists | None:
-    """Return one table for all tokens of the step. Requests that ask for fewer scores leave columns or rows empty."""
+    """Return one table for all tokens of the step. Requests that ask for fewer scores leave some of it empty."""
     verified = step.verification
     if verified is None or not _has_scores(verified):
         return None

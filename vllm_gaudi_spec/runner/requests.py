@@ -1,10 +1,10 @@
-"""State that lasts from step to step, with one row per running request.
+"""Request state that persists across steps, with one row per running request.
 
-The device holds what changes with every token: the token history and how much of it has KV. So no work between two
-steps waits for the host. The host holds the scheduler's part: block tables and parameters. Hidden states are in
-hidden_states.py.
+The device holds what changes with every token, namely the token history and how many of its tokens have KV, so that no
+work between two steps waits for the host. The host holds the scheduler's data: block tables and parameters. Hidden
+states are in hidden_states.py.
 
-Row `pad_row` belongs to no request. Padding reads and writes there.
+Row `pad_row` belongs to no request. Padding reads from and writes to this row.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Requests:
 
         Args:
             windows: Sliding window of each KV cache group's layers, or None.
-            in_flight: By how much the host's count of a row's tokens may be too high, including the tokens of the step.
-            keeps_kv: False for encoders, whose KV lasts for one forward and whose requests get no blocks from the
-                scheduler.
+            in_flight: Maximum number of tokens by which the host may overcount a row, including the step's tokens.
+            keeps_kv: False for encoders, whose KV is needed only during one forward and whose requests get no blocks
+                from the scheduler.
         """
         self.backend = backend
         self._windows = list(windows or [None] * len(block_sizes))
@@ -59,13 +59,13 @@ class Requests:
         self.block_sizes = block_sizes
         self.by_id: dict[str, Request] = {}
         self.admitted: list[Request] = []
-        """Requests that got a row in the last `apply`."""
+        """Requests that were assigned rows in the last `apply`."""
         self.freed_rows: list[int] = []
-        """Rows that lost their request in the last `apply`."""
+        """Rows that were freed in the last `apply`."""
         self.ended: list[str] = []
-        """Requests that finished with the last `apply`."""
+        """IDs of the requests that finished in the last `apply`."""
         self.loaded_blocks: list[int] = []
-        """KV blocks that a KV connector fills from the last `apply` on."""
+        """KV blocks that a KV connector starts to fill in the last `apply`."""
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._seed = seed
         self._num_seen = 0
@@ -73,9 +73,9 @@ class Requests:
         sizes = block_sizes if keeps_kv else []
         self.tables_np = [np.zeros((max_rows + 1, -(-max_context // size)), dtype=np.int32) for size in sizes]
         self.num_blocks = [np.zeros(max_rows + 1, dtype=np.int64) for _ in sizes]
-        # Flat, since devices that capture steps can change a tensor only as a whole, not through a view.
+        # The history is flat, since devices that capture steps can change a tensor only as a whole, not through a view.
         self.max_len = max_len
-        if (max_rows + 1) * max_len >= 2**31:  # addresses of tokens have 32 bits
+        if (max_rows + 1) * max_len >= 2**31:  # token addresses have 32 bits
             raise UnsupportedConfigError(
                 f"Token histories of {max_rows} requests of up to {max_len} tokens need more than 2^31 entries. Lower "
                 "--max-num-seqs or --max-model-len."
@@ -83,7 +83,7 @@ class Requests:
         self._history = torch.zeros((max_rows + 1) * max_len, dtype=torch.int32, device=backend.traits.torch_device)
         self.computed_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.traits.torch_device)
         self.num_drafts_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.traits.torch_device)
-        """Number of drafts after each row's last token that wait for verification, or `FAULTY`."""
+        """Number of drafts after each row's last token that await verification, or `FAULTY`."""
         self._write_rows = backend.graphs.graph(self._start_rows)
 
     @staticmethod
@@ -93,21 +93,21 @@ class Requests:
 
     @property
     def history_RM(self) -> torch.Tensor:
-        """Return int32 [R, M]: the tokens of every row, read-only."""
+        """Return int32 [R, M]: every row's tokens, read-only."""
         return self._history.view(-1, self.max_len)
 
     def in_use(self) -> dict[str, int]:
-        """Return the numbers of requests and rows in use, which are 0 once a step has reported that all requests
-        ended."""
+        """Return the numbers of requests and rows in use. Both are 0 after a step reports that all requests ended."""
         return {"requests": len(self.by_id), "rows": self.pad_row - len(self._free_rows)}
 
     # --- the scheduler's output ---
 
     def apply(self, scheduled: SpecSchedulerOutput) -> None:
-        """Follow the scheduler's output.
+        """Apply the scheduler's output.
 
-        Rows are freed before requests are admitted, since an id may leave and come back in one step. Ids are sorted,
-        because the order of a set of strings differs between processes and all ranks must assign the same rows.
+        Rows are freed before requests are admitted, since an ID may leave and return in one step. IDs are sorted
+        because the iteration order of a set of strings differs between processes, but all ranks must assign the same
+        rows.
         """
         self.admitted.clear()
         self.freed_rows.clear()
@@ -118,7 +118,7 @@ class Requests:
                 self._free_row(request)
                 self.ended.append(req_id)
         for req_id in sorted(scheduled.preempted_req_ids or ()):
-            # A request that was preempted and then aborted before this step has been removed above.
+            # A request that was preempted and then aborted before this step has already been removed above.
             if (request := self.by_id.get(req_id)) is not None:
                 self._free_row(request)
         for new in scheduled.scheduled_new_reqs:
@@ -128,7 +128,7 @@ class Requests:
             self._write_admitted()
 
     def find_running(self, req_ids: Iterable[str]) -> list[Request]:
-        """Return those requests that have a row."""
+        """Return the requests in `req_ids` that have a row."""
         found = (self.by_id.get(req_id) for req_id in req_ids)
         return [request for request in found if request is not None and request.row != NO_ROW]
 
@@ -136,7 +136,7 @@ class Requests:
         params = new.sampling_params or SamplingParams()
         assert new.prompt_token_ids is not None
         prompt = list(new.prompt_token_ids)
-        request = self.by_id.get(new.req_id)  # under the V2 contract, a resumed request comes as a new one
+        request = self.by_id.get(new.req_id)  # under the V2 contract, a resumed request arrives as a new request
         if request is None:
             seed_words = self._seed_words(new.req_id, params.seed)
             request = Request(req_id=new.req_id, params=params, seed_words=seed_words, prompt=prompt)
@@ -187,13 +187,13 @@ class Requests:
         )
 
     def warm_up(self) -> None:
-        """Run the graphs of admissions on the pad row."""
+        """Run the graphs used to admit requests on the pad row."""
         for num_rows in group_sizes(self.pad_row):
             tokens_NM = np.zeros((num_rows, self.max_len), dtype=np.int32)
             self._write([self.pad_row] * num_rows, tokens_NM, [0] * num_rows)
 
     def _start_rows(self, rows_N: torch.Tensor, tokens: torch.Tensor, num_computed_N: torch.Tensor) -> None:
-        """Write the histories of admitted rows. `tokens` is int32 [N * M]."""
+        """Write the token histories of admitted rows. `tokens` is int32 [N * M]."""
         offsets_M = torch.arange(self.max_len, dtype=torch.int32, device=rows_N.device)
         self._history.index_copy_(0, (rows_N[:, None] * self.max_len + offsets_M).flatten(), tokens)
         self.computed_R.index_copy_(0, rows_N, num_computed_N)
@@ -214,10 +214,10 @@ class Requests:
     def blocks(
         self, rows_np: np.ndarray, ends: Sequence[int], context: int, counts: Sequence[int] | None = None
     ) -> HostBlocks:
-        """Return the rows' block tables, wide enough for `context` tokens.
+        """Return the rows' block tables, each wide enough for `context` tokens.
 
-        `ends` holds the numbers of tokens of the first rows; the rest is padding. For prompt chunks `counts` holds the
-        numbers of tokens in the chunks, and `ends` is exact.
+        `ends` holds the token counts of the first rows; the remaining rows are padding. For prompt chunks, `counts`
+        holds the number of tokens in each chunk, and `ends` is exact.
         """
         if self._keeps_kv:
             tables = tuple(
@@ -242,7 +242,7 @@ class Requests:
         groups = zip(self.tables_np, self.num_blocks, self.block_sizes, self._windows, strict=True)
         for table, counts, size, window in groups:
             table_np = table[rows_np]
-            # Padding ends at 0 and therefore has no blocks.
+            # A padding row ends at 0 and therefore has no blocks.
             end_np = np.minimum(-(-ends_np // size), counts[rows_np])
             begin_np, length, incomplete = np.zeros_like(ends_np), context, 1
             if window is not None:
@@ -258,18 +258,18 @@ class Requests:
     # --- batches, padded to a shape and copied to the device ---
 
     def pad_rows(self, members: Sequence[Request], size: int) -> np.ndarray:
-        """Return int32 [size]: the rows of `members`, padded with the pad row."""
+        """Return int32 [size]: the rows of `members`, followed by copies of the pad row."""
         rows_np = np.full(size, self.pad_row, dtype=np.int32)
         rows_np[: len(members)] = [request.row for request in members]
         return rows_np
 
     def make_batch(self, planned: Planned, max_drafts: int = 0, more: np.ndarray | None = None) -> Batch:
-        """Copy the host's part of a batch to the device: rows, numbers of tokens, and KV blocks.
+        """Copy the host's data for a batch to the device: rows, token counts, and KV blocks.
 
         Args:
-            planned: The batch.
-            max_drafts: For drafters on the device, the most drafts per row after this step.
-            more: What a drafter on the host passes for each request.
+            planned: The planned batch.
+            max_drafts: For drafters on the device, the maximum number of drafts per row after this step.
+            more: Data that a drafter on the host passes for each request.
         """
         shape, members, counts = planned.shape, planned.requests, planned.counts
         header_np = np.zeros((4, shape.rows), dtype=np.int32)
@@ -298,9 +298,9 @@ class Requests:
     def make_draft_batch(
         self, members: list[Request], ends: list[int], max_drafts: int = 0, *, num_rows: int, context: int
     ) -> DraftBatch:
-        """Copy rows, and blocks with room for `ends` tokens, to the device for a drafter.
+        """Copy rows to the device for a drafter, with blocks that have room for `ends` tokens.
 
-        `max_drafts` is the most drafts per row.
+        `max_drafts` is the maximum number of drafts per row.
         """
         header_np = np.zeros((4, num_rows), dtype=np.int32)
         header_np[0] = rows_np = self.pad_rows(members, num_rows)
@@ -311,64 +311,64 @@ class Requests:
     # --- state on the device ---
 
     def tokens_at(self, rows_B: torch.Tensor, positions_BQ: torch.Tensor) -> torch.Tensor:
-        """Return int32, in the shape of `positions_BQ`: tokens of the rows' histories at these positions."""
+        """Return int32, in the shape of `positions_BQ`: the tokens at these positions of the rows' histories."""
         shape = positions_BQ.shape
         index = rows_B.view(-1, *[1] * (len(shape) - 1)) * self.max_len + positions_BQ
         return self._history.index_select(0, index.flatten()).view(shape)
 
     def advance(self, rows_B: torch.Tensor, last_B: torch.Tensor, verification: Verification) -> None:
-        """Append the sampled tokens and drop the drafts after them.
+        """Append the sampled tokens and remove the drafts that followed them.
 
         `last_B` is the position of each row's last token before this step.
         """
         self._append(rows_B, last_B + 1, verification.tokens_BQ, verification.num_sampled_B)
-        # KV exists for everything but the newest token.
+        # All tokens except the newest have KV.
         self.set_computed(rows_B, last_B + verification.num_sampled_B)
         self._drop_drafts(rows_B)
 
     def _drop_drafts(self, rows_B: torch.Tensor) -> None:
-        # index_fill_ would read each index on the host with Ascend's CANN before about 8.3.
+        # With Ascend's CANN before about 8.3, index_fill_ would read each index on the host.
         self.num_drafts_R.index_copy_(0, rows_B, torch.zeros_like(rows_B, dtype=torch.int32))
 
     def count_reported_drafts(self, rows_B: torch.Tensor, num_verified_B: torch.Tensor) -> torch.Tensor:
-        """Return int32 [B]: the number of drafts that a step verified, as reported to the host.
+        """Return int32 [B]: the number of drafts verified by a step, as reported to the host.
 
-        It is `FAULTY` if the drafter failed, and `UNVERIFIED` if the row had drafts and none of them was verified.
+        It is `FAULTY` if the drafter failed, and `UNVERIFIED` if the row had drafts but none was verified.
         """
         num_drafts_B = self.num_drafts_R.index_select(0, rows_B)
         reported_B = torch.where((num_drafts_B > 0) & (num_verified_B == 0), UNVERIFIED, num_verified_B)
         return torch.where(num_drafts_B == FAULTY, FAULTY, reported_B).int()
 
     def lengths(self, rows_B: torch.Tensor) -> torch.Tensor:
-        """Return int32 [B]: number of tokens of rows that have sampled. All but the newest token have KV."""
+        """Return int32 [B]: the token counts of rows that have sampled. All tokens except the newest have KV."""
         return self.computed_R.index_select(0, rows_B) + 1
 
     def drafts(self, rows_B: torch.Tensor, num_drafts: int) -> Drafts:
-        """Return the drafts that wait for verification, at most `num_drafts` per row and none for a faulty row."""
+        """Return the drafts that await verification, at most `num_drafts` per row and none for a faulty row."""
         offsets_K = torch.arange(num_drafts, dtype=torch.int32, device=rows_B.device)
         tokens_BK = self.tokens_at(rows_B, self.lengths(rows_B)[:, None] + offsets_K)
         return Drafts(tokens_BK, self.num_drafts_R.index_select(0, rows_B).clamp(min=0))
 
     def put_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
-        """Write drafts after the first `lengths_B` tokens of each row, for the next step to verify."""
+        """Write drafts after each row's first `lengths_B` tokens, to be verified in the next step."""
         self._append(rows_B, lengths_B, drafts.tokens_BK, drafts.num_drafts_B)
         self.backend.row_operations.put(self.num_drafts_R, rows_B, drafts.num_drafts_B, pad_row=self.pad_row)
 
     def put_host_drafts(self, rows_B: torch.Tensor, more_BX: torch.Tensor) -> None:
-        """Write drafts made on the host. Each row of `more_BX` has their number, then the tokens."""
+        """Write drafts made on the host. Each row of `more_BX` contains the number of drafts, then the tokens."""
         num_drafts_B, tokens_BK = more_BX.split([1, more_BX.shape[1] - 1], dim=1)
         self.put_drafts(rows_B, self.lengths(rows_B), Drafts(tokens_BK, num_drafts_B.squeeze(1)))
 
     def _append(
         self, rows_B: torch.Tensor, first_B: torch.Tensor, tokens_BN: torch.Tensor, num_B: torch.Tensor
     ) -> None:
-        """Write the first `num_B` tokens of each row from position `first_B` on. The others go to the pad row."""
+        """Write each row's first `num_B` tokens, starting at position `first_B`. The others go to the pad row."""
         self.backend.row_operations.append(
             self._history, rows_B, first_B, tokens_BN, num_B, width=self.max_len, pad_row=self.pad_row
         )
 
     def set_computed(self, rows_B: torch.Tensor, computed_B: torch.Tensor) -> None:
-        """Set the number of tokens of each row that have KV. The pad row stays at 0."""
+        """Set the number of tokens in each row that have KV. The pad row's count stays 0."""
         self.backend.row_operations.put(self.computed_R, rows_B, computed_B, pad_row=self.pad_row)
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
@@ -376,8 +376,7 @@ class Requests:
 
 
 def _assign_in_turn(num_rows: int, ends: Sequence[int], context: int, block_size: int) -> np.ndarray:
-    """Return int32 [B, W]: consecutive blocks for one row after another, starting at block 1, in memory that no row
-    keeps."""
+    """Return int32 [B, W]: consecutive blocks for each row in turn, starting at block 1. No row keeps this memory."""
     counts_np = np.zeros(num_rows, dtype=np.int32)
     counts_np[: len(ends)] = -(-np.asarray(ends, dtype=np.int32) // block_size)
     first_np = 1 + counts_np.cumsum(dtype=np.int32) - counts_np
@@ -388,10 +387,10 @@ def _assign_in_turn(num_rows: int, ends: Sequence[int], context: int, block_size
 def _list_blocks(
     table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray, num_entries: int, group: int
 ) -> np.ndarray:
-    """Return the rows' blocks from `begin_np` to `end_np`, as in `Blocks.flat`, in entries of `group` blocks.
+    """Return the rows' blocks from `begin_np` to `end_np`, in the format of `Blocks.flat`, `group` blocks per entry.
 
-    Padding belongs to no row. For a resumed request vLLM puts block 0 where a sliding window has passed; it is left
-    out.
+    Padding entries belong to no row. For a resumed request, vLLM uses block 0 for blocks that a sliding window has
+    passed. Such blocks are omitted.
     """
     rows = len(table_np)
     table_np = table_np[:, : max(int(end_np.max(initial=0)), 1)]

@@ -1,6 +1,6 @@
-"""Sleep, wake-up and weight updates.
+"""Sleep, wake-up, and weight updates.
 
-Tensors keep their identity, so captured steps stay valid: only their memory is freed, reallocated or overwritten.
+Tensors keep their identity, so captured steps stay valid; only their memory is freed, reallocated, or overwritten.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ WEIGHTS, KV = "weights", "kv_cache"  # vLLM's tags
 
 
 class Residence:
-    """Memory of weights and KV that sleep frees, and that updates overwrite."""
+    """Manages the memory of weights and KV, which sleep frees and updates overwrite."""
 
     def __init__(self, backend: DeviceBackend, target: LoadedModel, drafter: LoadedModel | None) -> None:
         self._backend, self._target, self._drafter = backend, target, drafter
         self._asleep: dict[str, Callable[[], None]] = {}
         """Maps a tag to the function that restores its memory."""
         self._incomplete: list[LoadedModel] = []
-        """Models without complete weights, after sleep of level 2 or a failed update."""
+        """Models with incomplete weights, after level 2 sleep or a failed update."""
 
     def check_weights(self) -> None:
         if self._incomplete:
@@ -41,7 +41,7 @@ class Residence:
             )
 
     def sleep(self, level: int) -> None:
-        """Free KV and weights. Up to level 1, the host keeps the weights."""
+        """Free KV and weights. At level 0 or 1, the host keeps a copy of the weights."""
         for loaded in self._incomplete:
             finalize_layerwise_reload(loaded.model, loaded.model_config)  # Restore the tensors that steps read.
         self.discard([KV])
@@ -54,7 +54,7 @@ class Residence:
         self._asleep[WEIGHTS] = self._backend.memory.release(parameters, keep=level < 2)
 
     def discard(self, tags: Collection[str]) -> None:
-        """Free KV, whose contents vLLM has forgotten. It discards nothing else."""
+        """Free the KV cache if `tags` includes it. vLLM has already discarded its contents."""
         if KV in tags and KV not in self._asleep:
             layers = self._target.vllm_config.compilation_config.static_forward_context.values()
             tensors = find_tensors([getattr(layer, "kv_cache", None) for layer in layers])
@@ -73,7 +73,7 @@ class Residence:
         *,
         is_draft: bool = False,
     ) -> None:
-        """Copy new weights of the target or the drafter over those that steps read, with vLLM's arguments."""
+        """Copy new target or drafter weights over those that steps read. The arguments are those of vLLM's method."""
         if (loaded := self._drafter if is_draft else self._target) is None:
             raise UnsupportedConfigError("The engine has no drafter with weights; leave out is_draft.")
         if not is_checkpoint_format:
@@ -85,7 +85,7 @@ class Residence:
         finalize_layerwise_reload(loaded.model, loaded.model_config)  # An earlier update may have failed.
         self._incomplete.append(loaded)
         config = copy(loaded.vllm_config)
-        # vLLM writes `weights_path` there.
+        # Use copies, since vLLM writes `weights_path` to the configuration.
         config.model_config, config.load_config = copy(loaded.model_config), loaded.load_config
         loads_on = upstream.device_type_while_loading(loaded.load_config.device)
         with upstream.tensor_parallel_group(loaded.group), loads_on:
@@ -94,6 +94,6 @@ class Residence:
         self._backend.weights.refresh(loaded.model)
         self._incomplete = [other for other in self._incomplete if other is not loaded]
         if self._incomplete and not is_draft:
-            self.reload(is_draft=True)  # Sleep dropped the drafter as well.
+            self.reload(is_draft=True)  # Sleep dropped the drafter's weights as well.
         for matrix in getattr(self._drafter and self._drafter.model, "fp8_output_matrices", ()):
             matrix.refresh()

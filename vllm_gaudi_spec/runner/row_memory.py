@@ -1,6 +1,6 @@
-"""Sizes of the buffers that each request has beside its KV and recurrent states.
+"""Sizes of the buffers that each request needs in addition to its KV and recurrent states.
 
-The server and `gaudi-spec doctor`, which loads no model, compute them here.
+The server and `gaudi-spec doctor`, which loads no model, both compute the sizes here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def get_history_len(shapes: Shapes, num_drafts: int) -> int:
-    """Return the number of tokens in a row's history, drafts included."""
+    """Return the maximum number of tokens in a row's history, including drafts."""
     return shapes.max_context + 1 + num_drafts
 
 
@@ -32,7 +32,7 @@ def make_hidden_states(
     carried_size: int | None,
     device: torch.device,
 ) -> HiddenStateBuffer:
-    """Allocate the buffer. `output_format` has size and dtype of a forward's output per token."""
+    """Allocate the buffer. `output_format` is the size and dtype of a forward's output per token."""
     hidden_size, dtype = output_format
     return HiddenStateBuffer(
         num_rows=max_rows + 1,
@@ -52,7 +52,7 @@ def count_row_bytes(
     output_format: tuple[int, torch.dtype],
     carried_size: int | None,
 ) -> dict[str, int]:
-    """Return bytes by purpose."""
+    """Return the number of bytes for each purpose."""
     max_rows = vllm_config.scheduler_config.max_num_seqs
     states = make_hidden_states(max_rows, shapes, num_drafts, output_format, carried_size, torch.device("meta"))
     return {

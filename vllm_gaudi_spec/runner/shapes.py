@@ -1,4 +1,4 @@
-"""The closed lists of shapes: every rectangle and sampling pass that a configuration can reach."""
+"""Complete lists of shapes: every rectangle and sampling pass that a configuration can reach."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = init_logger(__name__)
 
 
 def fit(buckets: tuple[int, ...], size: int) -> int:
-    """Return the smallest bucket that holds `size`."""
+    """Return the smallest bucket that holds `size` elements."""
     index = bisect_left(buckets, size)
     if index == len(buckets):
         raise AssertionError(f"{size} is larger than the largest bucket {buckets[-1]}")
@@ -33,7 +33,7 @@ def fit(buckets: tuple[int, ...], size: int) -> int:
 
 
 def fit_or_largest(buckets: tuple[int, ...], size: int, largest: int, name: str) -> int:
-    """Return the bucket or, if the user's list ends before `size`, `largest`, whose graph is made late."""
+    """Return the bucket for `size`, or `largest` if the user's list is too short, which is captured while serving."""
     if size <= buckets[-1]:
         return fit(buckets, size)
     logger.warning_once(
@@ -52,34 +52,34 @@ def fit_or_largest(buckets: tuple[int, ...], size: int, largest: int, name: str)
 class Shapes:
     decode_rows: tuple[int, ...]
     sample_rows: tuple[int, ...]
-    """Numbers of rows of sampling passes: fewer than of decodes where each is captured for every branch."""
+    """Numbers of rows in sampling passes. There are fewer than for decodes if a pass is captured for every branch."""
     decode_queries: tuple[int, ...]
-    """1 for plain decoding, and 1 + j for each number of drafts per row that a step may verify."""
+    """1 for plain decodes, and 1 + j for each number j of drafts per row that a step may verify."""
     prefill_rows: tuple[int, ...]
-    """Numbers of prompt chunks that share a forward, one row each, unless they come in slices."""
+    """Numbers of prompt chunks that may share a forward, one row per chunk, unless chunks are split into slices."""
     prefill_queries: tuple[int, ...]
     contexts: tuple[int, ...]
-    """Tokens of KV per row."""
+    """Maximum numbers of KV tokens per row."""
     entries: tuple[int, ...]
-    """Total KV blocks of a decode on devices that list them; elsewhere empty, and `contexts` serve decodes too."""
+    """Total KV blocks in a decode, for devices that list them. If empty, decodes use `contexts` too."""
     max_len: int
-    """Most tokens of a row."""
+    """Maximum number of tokens in a row."""
     block_size: int
-    """Number of tokens in a block."""
+    """Number of tokens in a KV block."""
     most_rows: int
-    """`--max-num-seqs`, which exceeds the last of `decode_rows` if the user's list is shorter."""
+    """Maximum number of rows: at least `--max-num-seqs`, even if a user's list of `decode_rows` is shorter."""
     longest_chunk: int
-    """`--max-num-batched-tokens`, which may exceed the last of `prefill_queries` likewise."""
+    """Maximum padded length of a chunk, which exceeds a user's list of `prefill_queries` if that is shorter."""
     max_prefill_tokens: int
-    """Most tokens of prompt chunks that share a forward, padding included. A single chunk may be longer."""
+    """Maximum number of tokens, with padding, in prompt chunks that share a forward. A single chunk may be longer."""
     causal_first_chunks: bool = False
-    """Whether a chunk's smallest context is only for chunks from position 0 on."""
+    """Whether the smallest context of a chunk is reserved for chunks that start at position 0."""
     computes_padding: bool = False
-    """Whether a token of padding costs as much as any other."""
+    """Whether computing a padding token takes as long as computing a real token."""
     slice_tokens: int = 0
-    """Length of the rows into which prompt chunks are cut (`slices`); 0 if each has one row."""
+    """Length of the rows into which prompt chunks are split (see `slices`), or 0 if each chunk has one row."""
     slice_rows: tuple[int, ...] = ()
-    """Numbers of such rows that a forward may have."""
+    """Numbers of such rows that may share a forward."""
 
     @classmethod
     def from_config(
@@ -96,10 +96,10 @@ class Shapes:
         """Derive the lists from the options.
 
         Args:
-            widths: `Speculation.widths`, or empty without speculation.
-            block_size: Size of the smallest KV blocks, once it is known.
-            num_blocks: Number of the smallest KV blocks, once it is known.
-            slices_chunks: Whether the model and its drafter can read chunks in slices. If None, sizes cover both forms.
+            widths: `Speculation.widths`, or an empty tuple without speculation.
+            block_size: Size of the smallest KV blocks, if known.
+            num_blocks: Number of the smallest KV blocks, if known.
+            slices_chunks: Whether the model and its drafter support slices. If None, sizes cover both cases.
         """
         num_drafts = max(widths, default=0)
         scheduler, max_len = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
@@ -123,12 +123,12 @@ class Shapes:
         else:
             longest_chunk = prefill[-1]
         size = block_size or backend.traits.block_size
-        # Where nothing is captured, a longer forward is no faster than two and takes more memory.
+        # If nothing is captured, one longer forward is no faster than two and needs more memory.
         most_tokens = max(prefill[-1], scheduler.max_num_batched_tokens if backend.traits.captures else 0)
         slice_tokens = 0 if slices_chunks is False else backend.traits.slice_tokens
         slice_rows: tuple[int, ...] = ()
         if slice_tokens and not (options.prefill_rows or options.prefill_buckets) and _can_slice(vllm_config):
-            # One list for all chunks, so it may be twice as long.
+            # This one list is used for all chunks, so it may be twice as long.
             lengths = divided_powers(slice_tokens, most_tokens, traits.prefill_step, 8)
             slice_rows = tuple(length // slice_tokens for length in lengths)
         widest_chunk = slice_tokens if slice_rows and slices_chunks else longest_chunk
@@ -154,8 +154,8 @@ class Shapes:
         )
 
     def change_length(self, max_len: int, backend: DeviceBackend) -> Shapes:
-        """Return shapes with the same batches for rows of up to `max_len` tokens, with block tables."""
-        # A drafter's step may read one token more than a verify step.
+        """Return shapes with the same batches, for rows of up to `max_len` tokens that use block tables."""
+        # A drafter's step may read one more token than a verify step.
         widest = max(self.longest_chunk, self.decode_queries[-1] + 1)
         return replace(
             self,
@@ -169,7 +169,7 @@ class Shapes:
 
     @property
     def chunk_lengths(self) -> tuple[int, ...]:
-        """Return the numbers of tokens to which a lone prompt chunk is padded."""
+        """Return the lengths to which a single prompt chunk is padded."""
         return tuple(rows * self.slice_tokens for rows in self.slice_rows) or self.prefill_queries
 
     @property
@@ -184,24 +184,24 @@ class Shapes:
         return fit_or_largest(self.sample_rows, num_rows, self.most_rows, "batch_buckets")
 
     def fit_queries(self, num_tokens: int) -> int:
-        """Return the bucket for a prompt chunk."""
+        """Return the bucket for a prompt chunk of `num_tokens` tokens."""
         return fit_or_largest(self.prefill_queries, num_tokens, self.longest_chunk, "prefill_buckets")
 
     def fit_context(self, num_tokens: int) -> int:
         return fit(self.contexts, num_tokens)
 
     def decode_context(self, ends: Sequence[int]) -> int:
-        """Return the context of a decode whose rows have `ends` tokens of KV, including those of the step."""
+        """Return the context of a decode whose rows have `ends` KV tokens, including those of this step."""
         if not self.entries:
             return fit(self.contexts, min(max(ends, default=0), self.max_context))
         num_entries = sum(-(-min(end, self.max_len) // self.block_size) for end in ends)
         largest = self.entries[-1]
-        while largest < num_entries:  # sequences share more KV blocks than the list allows for
+        while largest < num_entries:  # sequences share more KV blocks than the list accounts for
             largest *= 2
         return fit_or_largest(self.entries, num_entries, largest, "block_buckets")
 
     def decode(self, num_queries: int, ends: Sequence[int], num_rows: int = 0) -> Shape:
-        """Return the shape of a decode. `num_rows` may exceed the number of `ends`."""
+        """Return the shape of a decode. `num_rows` may exceed the length of `ends`."""
         rows, context = self.fit_rows(max(len(ends), num_rows)), self.decode_context(ends)
         if self.entries and rows > self.fit_rows(len(ends)):
             # Smaller totals belong to shapes with fewer rows.
@@ -210,10 +210,10 @@ class Shapes:
         return Shape(DECODE, rows, num_queries, context)
 
     def prefill(self, num_rows: int, longest: int, end: int, *, start: int = 0) -> Shape:
-        """Return the shape of prompt chunks.
+        """Return the shape for prompt chunks.
 
-        `end` is the largest number of tokens of a row, and `start` the largest position of a first token. Padding may
-        extend past the context.
+        `end` is the maximum number of tokens in a row, and `start` is the maximum position of a chunk's first token.
+        Padding may extend past the context.
         """
         queries = self.fit_queries(longest)
         contexts = self.prefill_contexts(queries)
@@ -221,42 +221,42 @@ class Shapes:
         return Shape(PREFILL, fit(self.prefill_rows, num_rows), queries, context)
 
     def begins_at_start(self, shape: Shape) -> bool:
-        """Whether all chunks of this shape begin at position 0, if `prefill` was given their `start`."""
+        """Whether all chunks of this shape start at position 0, provided that `prefill` was given their `start`."""
         if shape.phase != PREFILL or self.slice_tokens or not self.causal_first_chunks:
             return False
         return shape.context == self.prefill_contexts(shape.queries)[0]
 
     def prefill_slices(self, num_rows: int, end: int) -> Shape:
-        """Return the shape of prompt chunks in slices, with `num_rows` rows in all."""
+        """Return the shape for prompt chunks in slices that have `num_rows` rows in total."""
         context = fit(self.prefill_contexts(self.slice_tokens), end)
         return Shape(PREFILL, fit(self.slice_rows, num_rows), self.slice_tokens, context)
 
     def prefill_contexts(self, queries: int) -> tuple[int, ...]:
-        """Return the contexts of chunks in this bucket: that of a prompt's first chunk, and all those of later
+        """Return the possible contexts of chunks in this bucket: one for a prompt's first chunk, then those for later
         chunks."""
         if len(self.contexts) == 1 and not self.causal_first_chunks:
-            return self.contexts  # the device reads only a row's own blocks, whatever the width
+            return self.contexts  # the device reads only a row's own blocks, regardless of the width
         first = round_up(queries, self.block_size)
         shortest = first + self.block_size * self.causal_first_chunks
         longest = max(shortest, round_up(self.max_len, self.block_size))
         return tuple(sorted({first, *(size for size in self.contexts if first < size < longest), longest}))
 
     def prefill_rows_at(self, queries: int) -> int:
-        """Return how many chunks of this bucket may share a forward."""
+        """Return how many chunks in this bucket may share a forward."""
         bucket = self.fit_queries(queries)
         if bucket > self.prefill_queries[-1]:
-            return 1  # made late, and larger than the sizes whose memory was measured
+            return 1  # captured while serving, and larger than the sizes whose memory was measured
         return max(rows for rows in self.prefill_rows if rows == 1 or rows * bucket <= self.max_prefill_tokens)
 
     @property
     def largest_prefill(self) -> int:
-        """Number of tokens in the largest rectangle of prompt chunks, even if it is made late."""
+        """Number of tokens in the largest rectangle of prompt chunks, even if it is captured while serving."""
         return max(self.longest_chunk, *(shape.tokens for shape in self.prefills()))
 
     def split_chunks(self, counts: Sequence[int]) -> list[int]:
-        """Return how many neighboring chunks each rectangle gets, so that forwards and padding cost the least time.
+        """Return the number of adjacent chunks in each rectangle that minimizes the total time of forwards and padding.
 
-        `counts` are the chunks' numbers of tokens. A chunk may read KV of those before it, so they keep their order.
+        `counts` holds the chunks' token counts. A chunk may read the KV of earlier chunks, so chunks keep their order.
         """
         sizes = self._split_slices(counts) if self.slice_tokens else self._split_rows(counts)
         parts, first = [], 0
@@ -266,7 +266,7 @@ class Shapes:
         return parts
 
     def _split_rows(self, counts: Sequence[int]) -> list[int]:
-        """Return the size of the cheapest rectangle that begins with each chunk, a row for each chunk."""
+        """Return, for each chunk, the number of chunks in the cheapest rectangle that begins with it, one row each."""
         queries = [self.fit_queries(count) for count in counts]
         most_rows = [self.prefill_rows_at(count) for count in counts]
         padded_rows = [fit(self.prefill_rows, size) for size in range(self.prefill_rows[-1] + 1)]
@@ -286,7 +286,7 @@ class Shapes:
         return sizes
 
     def _split_slices(self, counts: Sequence[int]) -> list[int]:
-        """Return the size of the cheapest rectangle of slices that begins with each chunk."""
+        """Return, for each chunk, the number of chunks in the cheapest rectangle of slices that begins with it."""
         listed_np = np.array(self.slice_rows)
         total_np = np.cumsum([0, *(-(-count // self.slice_tokens) for count in counts)])
         costs_np, sizes = np.zeros(len(counts) + 1), [1] * len(counts)
@@ -301,7 +301,7 @@ class Shapes:
         return sizes
 
     def prefills(self) -> list[Shape]:
-        """Return every reachable shape of prompt chunks."""
+        """Return every reachable shape for prompt chunks."""
         rectangles = [(rows, self.slice_tokens) for rows in self.slice_rows] or [
             (rows, queries)
             for queries in self.prefill_queries
@@ -315,7 +315,7 @@ class Shapes:
         ]
 
     def decode_sizes(self) -> list[tuple[int, int]]:
-        """Return rows and context of every reachable decode."""
+        """Return the rows and context of every reachable decode."""
         if not self.entries:
             return list(product(self.decode_rows, self.contexts))
         max_blocks = -(-self.max_len // self.block_size)
@@ -328,7 +328,7 @@ class Shapes:
         ]
 
     def all(self) -> list[Shape]:
-        """Return every shape, largest first, so that the shape that needs the most memory allocates it once."""
+        """Return every shape, largest first, so that the shape that needs the most memory allocates it first."""
         decodes = (
             Shape(DECODE, rows, queries, context)
             for rows, context in self.decode_sizes()
@@ -338,26 +338,25 @@ class Shapes:
 
 
 _SMALLEST_PASS = 16
-"""Fewer positions of a sampling pass cost about as much, since reading the output layer's weights takes longer than
-the computation."""
+"""Minimum positions per pass. Smaller passes take about as long, as reading the output layer's weights dominates."""
 _MOST_LISTS, _MOST_RECTANGLES = 7, 5
-"""The most sizes of a branch, so that a configuration with one number of drafts has at most 40 graphs of passes,
-or 80 if passes draft only in some steps."""
+"""Maximum numbers of sizes per branch. With one number of drafts, they limit a configuration to 40 sampling graphs, or
+80 if passes make drafts only in some steps."""
 
 
 class SampleShapes:
-    """The closed list of shapes of sampling passes.
+    """The complete list of sampling pass shapes.
 
-    Where each shape and branch is compiled, a pass lists the positions that sample, whichever rows they belong to. So a
-    verification of few rows and a plain step of many rows share a graph, and a row without drafts has one position in
-    both. Elsewhere, and where an acceptance rule reads the positions of a row together, a pass is a rectangle.
+    If each shape and branch is compiled, a pass lists the positions to sample, independent of their rows. Verification
+    of a few rows then shares a graph with a plain step of many rows, and a row without drafts has one position in
+    either case. Otherwise, and if an acceptance rule needs all positions of a row together, a pass is a rectangle.
     """
 
     def __init__(self, shapes: Shapes, *, max_rows: int, lists: bool, needs_rectangle: dict[bool, bool]) -> None:
         """
         Args:
             lists: Whether passes list positions.
-            needs_rectangle: Whether a pass needs a rectangle, for a greedy and for a random verification.
+            needs_rectangle: Whether a pass needs a rectangle, for greedy (False) and random (True) verification.
         """
         self._lists = lists
         self._needs_rectangle = needs_rectangle
@@ -369,7 +368,7 @@ class SampleShapes:
         self._usual = _halve(max_rows * self._max_queries, _SMALLEST_PASS)[-_MOST_LISTS:]
 
     def fit(self, num_queries: int, num_positions: Sequence[int], branch: Branch) -> SampleShape:
-        """Return the shape of a step whose requests have `num_positions` positions each, at most `num_queries`."""
+        """Return the shape for a step whose requests have `num_positions` positions each, at most `num_queries`."""
         if self._is_rectangle(num_queries, branch):
             num_rows = len(num_positions)
             rows = fit(_thin_out(self._rectangles, branch), num_rows) if self._lists else self._fit_rows(num_rows)
@@ -377,7 +376,7 @@ class SampleShapes:
         return self._list_positions(fit(self._sizes(branch), sum(num_positions)))
 
     def every(self, branches: Iterable[Branch]) -> Iterator[tuple[SampleShape, Branch]]:
-        """Yield every shape and branch that `fit` can return, the largest shape of each branch first."""
+        """Yield every shape and branch that `fit` can return, with the largest shape of each branch first."""
         for branch in branches:
             if self._lists:
                 for size in reversed(self._sizes(branch)):
@@ -393,7 +392,7 @@ class SampleShapes:
     def _sizes(self, branch: Branch) -> tuple[int, ...]:
         if not self._needs_rectangle[branch.random]:
             return _thin_out(self._usual, branch)
-        # Only plain steps, with one position per row. Verify steps have as many graphs again.
+        # These are only plain steps, with one position per row. Verify steps have as many graphs again.
         plain = tuple(size for size in self._usual if size <= fit(self._usual, self._max_rows))
         return _thin_out(plain, branch, at_least=2)
 
@@ -402,13 +401,13 @@ class SampleShapes:
 
 
 def _thin_out(sizes: tuple[int, ...], branch: Branch, at_least: int = 1) -> tuple[int, ...]:
-    """Return every second or fourth size for branches that few requests need, and every `at_least`-th for all."""
+    """Return every second or fourth size for branches that few requests need, or at least every `at_least`-th."""
     step = 4 if branch.is_rarest else 2 if branch.is_full else 1
     return sizes[:: -max(step, at_least)][::-1]
 
 
 def _halve(largest: int, smallest: int) -> tuple[int, ...]:
-    """Return sizes from `largest` down to at least `smallest`, so that a full bucket of rows with drafts fits
+    """Return `largest` and its repeated halves, down to at least `smallest`, so that a full batch with drafts fits
     exactly."""
     sizes = [largest]
     while sizes[-1] >= 2 * smallest:
@@ -417,19 +416,20 @@ def _halve(largest: int, smallest: int) -> tuple[int, ...]:
 
 
 def _contexts(max_len: int, widest: int, backend: DeviceBackend) -> tuple[int, ...]:
-    # The last query of a padded chunk, or of a verify step, may be past the longest context.
+    # The last query of a padded chunk or a verify step may lie past the longest context.
     reach = round_up(max_len + widest, 128)
     return (reach,) if backend.traits.exact_context_width else geometric(512, reach, 2.0)
 
 
 _TOKENS_OF_A_FORWARD = 256
-"""This much padding costs about as much as another forward, which reads all weights again."""
+"""Number of padding tokens that take about as long as another forward, which reads all weights again."""
 
 BLOCK_SHARING = 3
-"""How often sequences that share a prefix may list one KV block.
+"""Assumed maximum number of sequences with a common prefix that list the same KV block.
 
-Without this bound the largest bucket would be max_num_seqs * max_model_len, whatever the memory holds. vllm-gaudi ran
-out of memory in warm-up for that reason and has had this bound since vllm-gaudi#1700, where about 2 was observed.
+Without this limit, the largest bucket would be max_num_seqs * max_model_len, regardless of the available memory.
+vllm-gaudi ran out of memory in warm-up for this reason and has had this limit since vllm-gaudi#1700, which observed
+about 2.
 """
 
 
@@ -442,7 +442,7 @@ def _entries(listed: tuple[int, ...] | None, max_entries: int, num_blocks: int |
 
 def _choose_prefill_rows(vllm_config: VllmConfig, options: Options, backend: DeviceBackend) -> tuple[int, ...]:
     lockstep = ranks_in_step(vllm_config) > 1
-    # A rectangle as wide as one rank's and as long as another's need not be listed.
+    # A rectangle as wide as that of one rank and as long as that of another need not be listed.
     rows = options.prefill_rows or ((1,) if lockstep else backend.traits.prefill_rows)
     if 1 not in rows:
         raise UnsupportedConfigError("additional_config.gaudi_spec.prefill_rows must contain 1.")
@@ -457,8 +457,8 @@ def _choose_prefill_rows(vllm_config: VllmConfig, options: Options, backend: Dev
 def _can_slice(vllm_config: VllmConfig) -> bool:
     """Whether prompt chunks may take several rows.
 
-    Rows of a recurrent state, of images, and of pooled texts each belong to one request, and peers of
-    data parallelism run chunks one by one.
+    Rows of a recurrent state, image rows, and rows of pooled texts each belong to one request, and data-parallel peers
+    run chunks one by one.
     """
     model = vllm_config.model_config
     has_parts = model.is_multimodal_model or model.runner_type == "pooling"

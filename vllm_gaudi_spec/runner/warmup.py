@@ -1,4 +1,4 @@
-"""Warm-up, which runs every step signature once on padding, through the functions that serve requests."""
+"""Warm-up, which runs every step signature once on padding, using the same functions that serve requests."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _TIMED_STEPS, _TIMED_ROUNDS = 3, 3
-"""The number of decodes whose mean time is taken, and of such means of which the least counts."""
+"""Number of decodes whose mean time is measured, and number of such measurements, of which the minimum is used."""
 
 
 def jobs(runner: ModelRunner) -> Iterator[Job]:
-    """Yield jobs for every step signature that the configuration can reach, starting with the largest forwards."""
+    """Yield jobs for every step signature that the configuration can reach, with the largest forwards first."""
     yield Job("states", partial(_touch_states, runner))
     for extension in runner.extensions:
         yield from extension.jobs()
@@ -47,21 +47,21 @@ def jobs(runner: ModelRunner) -> Iterator[Job]:
 
 
 def manifest(runner: ModelRunner) -> set[Hashable]:
-    """Return every step signature that the configuration can reach, without running any."""
+    """Return every step signature that the configuration can reach, without running any jobs."""
     return {signature for job in jobs(runner) for signature in job.signatures}
 
 
 def should_run(job: Job, max_tokens: int) -> bool:
-    """Whether warm-up runs a job instead of only listing it.
+    """Whether warm-up runs a job instead of only listing its signatures.
 
-    It does if the job has a greedy branch and at most `max_tokens` tokens (-1: no limit). Where nothing is compiled per
-    shape, running the others would only cost time.
+    A job runs if `max_tokens` is -1, or if it is common and has at most `max_tokens` tokens. On devices that do not
+    compile each shape, running other jobs would only take time.
     """
     return max_tokens < 0 or (job.is_common and job.num_tokens <= max_tokens)
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Run the jobs of up to `warmup_tokens` tokens, or all of them if it is -1."""
+    """Run the jobs of up to `warmup_tokens` tokens, or all jobs if it is -1."""
     recorder, backend = runner.recorder, runner.backend
     asked = runner.options.warmup_tokens
     max_tokens = backend.traits.warmup_tokens if asked is None else asked
@@ -139,10 +139,10 @@ def _forward(runner: ModelRunner, shape: Shape) -> None:
 
 
 def _time_steps(runner: ModelRunner, widths: tuple[int, ...], max_tokens: int) -> dict[int, list[float]]:
-    """Return the seconds of a decode of padding, by rows, for each number of drafts per row.
+    """Map numbers of rows to the seconds of a decode on padding, for each number of drafts per row.
 
-    A decode of more than `max_tokens` tokens has no graph yet, so it gets the time of one with fewer rows. Numbers of
-    drafts take turns, so that a pause of the machine does not make one of them look slow.
+    A decode of more than `max_tokens` tokens has no graph yet, so it gets the time measured with fewer rows. Numbers of
+    drafts are measured in turn, so that a brief pause of the machine does not make one of them look slow.
     """
     times: dict[int, list[float]] = {}
     seconds: dict[int, float] = {}
@@ -158,7 +158,7 @@ def _time_steps(runner: ModelRunner, widths: tuple[int, ...], max_tokens: int) -
 
 
 def _time_step(runner: ModelRunner, rows: int, num_drafts: int) -> float:
-    """Return the seconds of a decode that follows others like it. The host does not wait between them."""
+    """Return the seconds per decode in a series of identical decodes. The host does not wait between them."""
     shape = runner.shapes.decode(1 + num_drafts, [], rows)
     sample_shape = runner.sample_shapes.fit(1 + num_drafts, [1 + num_drafts] * min(rows, runner.max_rows), Branch())
     started = 0.0
@@ -177,9 +177,9 @@ def _time_step(runner: ModelRunner, rows: int, num_drafts: int) -> float:
 
 
 def _sampling_pass(runner: ModelRunner, shape: SampleShape, branch: Branch, num_drafts: int) -> Job:
-    """Make the job of a sampling pass and of its step's reports.
+    """Make the job for a sampling pass and the reports of its step.
 
-    The pass packs its report itself, unless that has log-probabilities, or drafts that another graph makes.
+    The pass itself packs its report, unless the report includes log-probabilities or drafts from another graph.
     """
     sizes, has_drafts = report_sizes(shape, branch), runner.drafting.reports_drafts
     reports = [report_signature(sizes, has_drafts=True)] if has_drafts else []
@@ -197,7 +197,7 @@ def _sample(runner: ModelRunner, shape: SampleShape, branch: Branch, num_drafts:
     step = runner.sample(batch, runner.sampling.make_pass(batch, branch, {}, num_drafts))
     if runner.drafting.pass_error is not None:
         raise runner.drafting.pass_error
-    # Wait: a device may reuse the host buffer of a download for the next one.
+    # Wait for the copy, since a device may reuse its host buffer for the next one.
     runner.reports.send(step).to_host()
     if runner.drafting.reports_drafts:
         step.drafts, step.packed = runner.drafts_after(step), None

@@ -1,4 +1,4 @@
-"""Extensions of the model runner: features that only some models or options need.
+"""Extensions of the model runner for features that only some models or options need.
 
 The runner holds a list of them and calls their hooks. `RunnerParts._make_extensions` chooses them.
 """
@@ -19,48 +19,48 @@ if TYPE_CHECKING:
 
 
 class Extension:
-    """The hooks in the order in which a step calls them. The defaults do nothing."""
+    """Hooks, in the order in which a step calls them. The defaults do nothing."""
 
     def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
-        """Follow the scheduler's output, which `requests` has already followed."""
+        """Apply the scheduler's output, which has already been applied to `requests`."""
 
     def before_forwards(self, scheduled: SpecSchedulerOutput) -> None:
-        """Act before the first forward of a step, or in a step without any."""
+        """Prepare for the first forward of a step. Also called in a step without forwards."""
 
     def fit(self, planned: list[Planned]) -> list[Planned]:
         """Return the batches that this rank runs."""
         return planned
 
     def add_to(self, batch: Batch) -> Batch:
-        """Return the batch with what its forward reads besides tokens.
+        """Add the extension's forward inputs to the batch and return it.
 
-        Where steps are captured, padding, which has no requests, has to get the same form.
+        On devices that capture steps, padding has no requests but must get inputs of the same form.
         """
         return batch
 
     def after_forward(self, batch: Batch) -> None:
-        """Use what a batch's forward left before the next one overwrites it."""
+        """Use the results of a batch's forward before the next forward overwrites them."""
 
     def after_forwards(self, scheduled: SpecSchedulerOutput) -> None:
-        """Act after the last forward of a step."""
+        """Run after the last forward of a step."""
 
     def add_to_result(self, step: StepResult) -> None:
-        """Add what a step reports besides sampled tokens. `step` is still on the device."""
+        """Add results other than sampled tokens to the step's report. `step` is still on the device."""
 
     def end_step(self, output: ModelRunnerOutput | Report) -> None:
-        """Add what the host knows at the end of a step, before its results are read."""
+        """Add what the host knows at the end of the step, before the step's results are read."""
 
     def after_read(self, requests: list[Request], sampled: list[list[int]]) -> None:
-        """Follow the tokens of a step that the host has read. Not called with async scheduling."""
+        """Process a step's tokens once the host has read them. Not called with async scheduling."""
 
     def reset_encoder_cache(self) -> None:
-        """Forget the outputs of encoders."""
+        """Clear the cached encoder outputs."""
 
     # --- warm-up ---
 
     def warm_up(self) -> None:
-        """Run the changes of state that steps run."""
+        """Run the operations that change the extension's state during steps."""
 
     def jobs(self) -> Iterator[Job]:
-        """Yield the warm-up jobs of graphs other than forwards and sampling."""
+        """Yield warm-up jobs for graphs other than those of forwards and sampling."""
         yield from ()

@@ -1,7 +1,7 @@
-"""LoRA adapters: loads those that a step needs, and keeps the slot of each row on the device.
+"""LoRA adapters: loads the adapters that a step needs and keeps each row's adapter slot on the device.
 
-Only the target has adapters. Heads that share its layers got them before they were wrapped. A user's class gets the
-wrapped target, whose layers add nothing while no slots are set.
+Only the target has adapters. A head that shares layers with the target gets them before they are wrapped. A
+user-defined drafter gets the wrapped target, whose layers add nothing while no slots are set.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class Adapters(Extension):
-    """The adapters of the target."""
+    """The target's adapters."""
 
     def __init__(self, vllm_config: VllmConfig, model: nn.Module, backend: DeviceBackend) -> None:
-        """Wrap the layers of `model`, which is already on the device."""
+        """Wrap the layers of `model`, which must already be on the device."""
         self._backend = backend
         with torch.inference_mode():  # steps run in it too
             self.loader = AdapterLoader(vllm_config, model, backend.traits.torch_device, backend.memory.upload)
@@ -40,10 +40,10 @@ class Adapters(Extension):
         self._put = backend.graphs.graph(self._put_slots)
 
     def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
-        """Load the adapters of a step and update the slots of its rows.
+        """Load the adapters that a step needs and update the slots of its rows.
 
-        Rows that are not in the step keep their slots. A slot may have got another adapter since the last step, for a
-        request or through a call by the user.
+        Rows that are not in the step keep their slots. A slot may hold a different adapter than in the last step,
+        either for another request or because the user loaded one.
         """
         admitted = [request.lora for request in requests.admitted if request.lora is not None]
         for again in {lora.lora_int_id: lora for lora in admitted if lora.load_inplace}.values():
@@ -59,22 +59,22 @@ class Adapters(Extension):
             self._send()
 
     def warm_up(self) -> None:
-        """Run the graph that changes slots."""
+        """Run the graph that updates slots."""
         self._send()
 
     def _send(self) -> None:
-        # Copy it, as the device may read it only after the next step has changed the original.
+        # Copy the slots, since the device may read them only after the next step has changed the original.
         self._put(self._backend.memory.upload(torch.from_numpy(self._slots_np.copy())))
 
-    # --- what runs on the device ---
+    # --- device functions ---
 
     def _put_slots(self, slots_R: torch.Tensor) -> None:
         self._slots_R.copy_(slots_R)
 
     def gather_slots(self, rows_B: torch.Tensor, queries: int = 1) -> torch.Tensor | None:
-        """Return int32 [B * Q]: the slots of the rows' tokens.
+        """Return int32 [B * Q]: the adapter slot of each token in the rows.
 
-        Return None if no row has an adapter, on devices that do not capture.
+        On devices that do not capture, return None if no row has an adapter.
         """
         if not self._backend.traits.captures and (self._slots_np == NO_SLOT).all():
             return None
@@ -82,7 +82,7 @@ class Adapters(Extension):
 
     @contextmanager
     def applied(self, slots_T: torch.Tensor | None) -> Iterator[None]:
-        """Apply the adapters to the model's layers in this context, which computes one row per slot."""
+        """Apply the adapters to the model's layers within this context, which computes one row per slot."""
         if slots_T is None:
             yield
             return

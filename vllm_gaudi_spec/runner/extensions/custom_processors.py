@@ -1,4 +1,4 @@
-"""Logits processors of users (`--logits-processors` and entry points), which run on the host and index logits by
+"""User-defined logits processors (`--logits-processors` and entry points). They run on the host and index logits by
 row."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CustomProcessors(Extension):
     def load(cls, vllm_config: VllmConfig, device: torch.device, max_rows: int) -> CustomProcessors | None:
         """Return the user's processors, or None if there are none.
 
-        The built-in ones are implemented in `sampling/`.
+        The built-in processors are implemented in `sampling/`.
         """
         if vllm_config.speculative_config is not None:
             return None  # start-up refuses processors together with speculation
@@ -39,7 +39,7 @@ class CustomProcessors(Extension):
         self._max_rows = max_rows
 
     def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
-        """Pass removed and added requests to the processors, which keep references to the lists of outputs."""
+        """Pass added and removed requests to the processors, which keep references to the requests' output lists."""
         update, freed_rows, admitted = None, requests.freed_rows, requests.admitted
         if freed_rows or admitted:
             added = [(request.row, request.params, request.prompt, request.outputs) for request in admitted]
@@ -54,7 +54,7 @@ class CustomProcessors(Extension):
             request.outputs.extend(new)
 
     def change_logits(self, logits_BQV: torch.Tensor, rows_B: torch.Tensor, *, argmax_invariant: bool) -> None:
-        """Spread the batch over all rows, as processors index logits by row, apply them, and gather it back."""
+        """Scatter the batch's logits to all rows, since processors index by row, apply them, and gather the results."""
         chosen = [p for p in self._processors if p.is_argmax_invariant() == argmax_invariant]
         if not chosen:
             return

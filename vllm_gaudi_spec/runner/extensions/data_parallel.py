@@ -1,9 +1,9 @@
 """Data-parallel ranks that share experts, and therefore run every forward of the target in lockstep.
 
-Each rank schedules its own requests. But experts are spread over the ranks, which exchange tokens within a forward, so
-all need the same number of forwards with the same number of tokens. Before a step computes anything, the ranks exchange
-their lists of rectangles and derive forwards that fit every list. A rank without work in one of them runs it on
-padding.
+Each rank schedules its own requests. However, experts are distributed across the ranks, which exchange tokens within a
+forward, so all ranks need the same number of forwards with the same numbers of tokens. Before a step computes anything,
+the ranks exchange their lists of rectangles and derive forwards that fit every list. A rank without work in a forward
+runs it on padding.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Rectangle(NamedTuple):
 
 
 class SharedForward(NamedTuple):
-    """A forward that all ranks run."""
+    """A forward that all ranks run together."""
 
     rectangle: Rectangle
     ranks: tuple[int, ...]
-    """Ranks with real tokens in it."""
+    """Ranks with real tokens in the forward."""
 
 
 def merge_plans(plans: list[list[Rectangle]]) -> list[SharedForward]:
     """Return the forwards that fit every rank's plan.
 
-    They keep the order of each plan, as a later batch may read what an earlier one wrote. The result is the same on all
-    ranks, since each has all plans.
+    The forwards keep each plan's order, as a later batch may read what an earlier one wrote. Every rank computes the
+    same result, since each has all plans.
     """
     cursors, steps = [0] * len(plans), list[SharedForward]()
     while True:
@@ -61,15 +61,15 @@ def merge_plans(plans: list[list[Rectangle]]) -> list[SharedForward]:
 
 
 class DataParallelLockstep(Extension):
-    """Fits the batches of this rank to those of the other ranks."""
+    """Fits this rank's batches to the batches of the other ranks."""
 
     def __init__(self, shapes: Shapes, max_forwards: int) -> None:
-        """`max_forwards`: most forwards of a step."""
+        """`max_forwards` is the maximum number of forwards in a step."""
         self._shapes = shapes
         self._max_forwards = max_forwards
 
     def fit(self, planned: list[Planned]) -> list[Planned]:
-        """Return the batches that this rank runs, some of them on padding. This is a collective."""
+        """Return the batches that this rank runs, some of which may be padding. This is a collective operation."""
         plan = [Rectangle(int(b.shape.phase == DECODE), b.shape.rows, b.shape.queries) for b in planned]
         rank, waiting = get_dp_group().rank_in_group, iter(planned)
         return [
@@ -78,7 +78,7 @@ class DataParallelLockstep(Extension):
         ]
 
     def _exchange(self, plan: list[Rectangle]) -> list[list[Rectangle]]:
-        """Return every rank's plan, exchanged through the hosts without waiting for a device."""
+        """Return every rank's plan. The hosts exchange the plans without waiting for a device."""
         group = get_dp_group()
         plan_F3 = torch.zeros(self._max_forwards, len(Rectangle._fields), dtype=torch.int32)
         if plan:
@@ -88,14 +88,14 @@ class DataParallelLockstep(Extension):
         return [[Rectangle(*row) for row in each.tolist() if row[1]] for each in plans]
 
     def _widen(self, batch: Planned | None, rectangle: Rectangle) -> Planned:
-        """Return the batch, or padding, in a rectangle as large as the largest of all ranks."""
+        """Return the batch, or padding, widened to `rectangle`, the largest that any rank needs."""
         if batch is not None and (batch.shape.rows, batch.shape.queries) == rectangle[1:]:
             return batch
         if batch is None:
             batch = Planned(shape=Shape("", 0, 0, 0), requests=[], starts=[], counts=[], ends=[], finishes=[])
         rows, queries = rectangle.rows, rectangle.queries
         if rectangle.decodes:
-            # Another rank may have drafts in this step even if this one has none.
+            # Another rank may have drafts in this step even if this rank has none.
             longest = [
                 max(end, request.num_computed + queries)
                 for request, end in zip(batch.requests, batch.ends, strict=True)

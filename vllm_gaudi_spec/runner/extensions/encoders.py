@@ -1,8 +1,8 @@
-"""Encoders of images, video and audio where steps are captured: one item at a time, in one of a few listed sizes.
+"""Image, video, and audio encoders on devices that capture steps. Each item is padded to one of a few listed sizes.
 
-The sizes depend on the model's class (`FORMS`). An item beyond the list is encoded in a graph that is made late.
+The sizes depend on the model class (`FORMS`). A larger item is encoded in a graph that is captured while serving.
 
-N: rows of an encoder's output, that is, tokens of the prompt. P: patches.
+N: rows of an encoder's output, one per prompt token. P: patches.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalKwargsItem
 
 IMAGE, VIDEO = "image", "video"
-"""Names of modalities in vLLM."""
+"""Modality names in vLLM."""
 _PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
 _SMALLEST = 64
-"""Tokens of a 224 x 224 image, the smallest size of vLLM's own CUDA graphs of encoders."""
+"""Number of tokens in a 224 x 224 image, the smallest size for which vLLM captures CUDA graphs of encoders."""
 
 
 class Item(NamedTuple):
@@ -35,15 +35,15 @@ class Item(NamedTuple):
     modality: str
     data: MultiModalKwargsItem
     num_rows: int
-    """Number of tokens that it stands for."""
+    """Number of prompt tokens that the item replaces."""
 
 
 class Encoding(NamedTuple):
-    """Inputs of an encoder for one item."""
+    """Encoder inputs for one item."""
 
     modality: str
     num_rows: int
-    """N: rows of the item, followed by those of padding."""
+    """N: the item's rows, followed by padding rows."""
     inputs: dict[str, torch.Tensor]
     """Tensors in host memory."""
 
@@ -56,42 +56,42 @@ class WholeItems:
     """Encoders with a single size, such as those that scale every image to the same square."""
 
     def __init__(self, model: Any, width: int) -> None:
-        """`width`: size of a token's embedding."""
+        """`width` is the size of a token's embedding."""
         self._model = model
         self.width = width
-        """Size of a row of the outputs."""
+        """Size of an output row."""
         self._sizes: dict[str, tuple[int, ...]] = {}
-        """Maps a modality to the sizes made in warm-up, for encoders that are padded."""
+        """Maps a modality to the sizes that warm-up captures, for encoders with padded inputs."""
 
     def _fit(self, modality: str, size: int) -> int:
-        """Return the size to pad to: a listed one, or a multiple of the last by a power of two, which is made late."""
+        """Return the padded size: a listed size, or the last one times a power of two, captured while serving."""
         fitting = next((listed for listed in self._sizes[modality] if listed >= size), self._sizes[modality][-1])
         while fitting < size:
             fitting *= 2
         return fitting
 
     def _list_rows(self, largest: Item) -> tuple[int, ...]:
-        """Return the listed numbers of tokens, for encoders that are padded by patches."""
+        """Return the listed numbers of tokens, for encoders whose inputs are padded by patches."""
         self._sizes[largest.modality] = geometric(min(_SMALLEST, largest.num_rows), largest.num_rows, 2.0)
         return self._sizes[largest.modality]
 
     def list_encodings(self, largest: Item) -> Iterator[Encoding]:
-        """Yield an example of each size that warm-up makes."""
+        """Yield an example input for each size that warm-up captures."""
         yield self.encoding(largest)
 
     def encoding(self, item: Item) -> Encoding:
         return Encoding(item.modality, item.num_rows, _take_inputs(item))
 
     def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return [N, H]. This runs inside a graph, so it reads no value of a tensor."""
+        """Return [N, H]. This runs inside a graph, so it must not read tensor values on the host."""
         outputs = [output.flatten(0, -2) for output in self._model.embed_multimodal(**inputs)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 class Tiles(WholeItems):
-    """Encoders that cut an image into tiles of one size and encode each by itself, padded by tiles.
+    """Encoders that split an image into tiles of one size, encode each tile separately, and are padded by tiles.
 
-    A frame of a video is a tile, so images and videos share one list of sizes.
+    A video frame is one tile, so images and videos share one list of sizes.
     """
 
     def list_encodings(self, largest: Item) -> Iterator[Encoding]:
@@ -116,21 +116,21 @@ class Tiles(WholeItems):
         return super().run(modality, inputs | self._as_one_image(len(inputs["pixel_values"])))
 
     def _as_one_image(self, num_tiles: int) -> dict[str, torch.Tensor]:
-        """Return the other arguments of vLLM's class, in host memory."""
+        """Return the other arguments of the vLLM class's method, in host memory."""
         return {"image_num_patches": torch.tensor([num_tiles]), "image_token_id": torch.tensor(0)}
 
 
 class Crops(Tiles):
-    """The encoder of Gemma 3: the whole image, and crops of it if the processor makes some ("pan and scan")."""
+    """The Gemma 3 encoder, which takes the whole image and any crops that the processor makes ("pan and scan")."""
 
     def _as_one_image(self, num_tiles: int) -> dict[str, torch.Tensor]:
         return {"num_patches": torch.tensor([num_tiles])}
 
 
 class Patches(WholeItems):
-    """Encoders of Qwen-VL, which take images of any size as patches, and videos as the patches of all frames.
+    """The Qwen-VL encoders, which represent an image of any size as patches, and a video as the patches of all frames.
 
-    Inputs are padded by patches. vLLM's class derives other inputs from the grid of patches on the host.
+    Inputs are padded by patches. The vLLM class derives other inputs from the patch grid on the host.
     """
 
     def __init__(self, model: Any, width: int) -> None:
@@ -139,12 +139,12 @@ class Patches(WholeItems):
         self._merged: int = visual.spatial_merge_size**2
         self._on_host: Any = copy.copy(visual)
         self._on_host._modules = dict(visual._modules)
-        for name in ("rotary_pos_emb", "patch_embed"):  # the latter names the device
+        for name in ("rotary_pos_emb", "patch_embed"):  # `patch_embed` provides the device
             self._on_host._modules[name] = _copy_on_host(getattr(visual, name))
 
     def list_encodings(self, largest: Item) -> Iterator[Encoding]:
         for num_rows in self._list_rows(largest):
-            # One image per token, since a single strip would exceed vLLM's position tables.
+            # Use one image per token, since a single long strip would exceed vLLM's position tables.
             grid = [num_rows, self._side, self._side]
             example = _take_inputs(largest)[_PIXELS[largest.modality]]
             pixels = example.new_zeros(num_rows * self._merged, *example.shape[1:])
@@ -152,7 +152,7 @@ class Patches(WholeItems):
 
     @property
     def _side(self) -> int:
-        """Number of patches per side of the square that becomes one token."""
+        """Return the number of patches on each side of the square that becomes one token."""
         return int(self._merged**0.5)
 
     def encoding(self, item: Item) -> Encoding:
@@ -166,7 +166,7 @@ class Patches(WholeItems):
         inputs = {"pixels": _with_rows(pixels, num_patches)}
         for name, value in sorted(found.items()):
             if name.startswith("cu_"):
-                # Pad to the largest number of sequences. The patches after the last are a sequence of their own.
+                # Pad to the maximum number of sequences. The patches after the last one form a separate sequence.
                 inputs[name] = _with_rows(value, num_rows + 1, fill=int(value[-1]))
             elif name in ("window_index", "reverse_indices"):
                 inputs[name] = torch.cat((value, torch.arange(len(value), num_rows)))
@@ -175,7 +175,7 @@ class Patches(WholeItems):
         return Encoding(modality, num_rows, inputs)
 
     def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        # Other attention kernels would need lengths on the host.
+        # Other attention kernels would need the lengths on the host.
         unused = dict.fromkeys(("max_seqlen", "max_seqlen_full", "max_seqlen_window"))
         metadata = unused | {name: value for name, value in inputs.items() if name != "pixels"}
         found: torch.Tensor = self._model.visual(inputs["pixels"], None, encoder_metadata=metadata)
@@ -183,10 +183,10 @@ class Patches(WholeItems):
 
 
 class PlacedPatches(Patches):
-    """The encoder of Qwen3-VL, which also adds position embeddings, interpolated from a table, to patches.
+    """The Qwen3-VL encoder, which also adds position embeddings, interpolated from a table, to the patches.
 
-    The host computes which rows of the table each patch reads, and the graph reads them. A row of the outputs also
-    holds what is added after the model's first layers.
+    The host computes the table rows that each patch needs, and the graph reads them. Each output row also holds the
+    values that are added after the model's first layers.
     """
 
     def __init__(self, model: Any, width: int) -> None:
@@ -228,14 +228,14 @@ def compute_corners(indices_P2: torch.Tensor, height: int, width: int, side: int
 
 
 class SquaresOfPatches(WholeItems):
-    """The encoder of Mistral 3 (Pixtral), which takes images of any size as patches, padded by patches.
+    """The Mistral 3 (Pixtral) encoder, which represents an image of any size as patches. Inputs are padded by patches.
 
-    vLLM's classes cut out patches, embed their positions and merge squares of them by the sizes of images. Here the
-    host does the first two and orders patches by square, so that the patches of a token are adjacent.
+    vLLM's classes use image sizes to extract patches, embed their positions, and merge squares of patches. Here the
+    host does the first two and orders the patches by square, so that those of one token are adjacent.
     """
 
     def __init__(self, model: Any, width: int) -> None:
-        # Imported here because other models do not need it, and it requires torchvision.
+        # This import is local because other models do not need torchvision, which it requires.
         from vllm_gaudi_spec.upstream.models import position_ids_in_meshgrid
 
         super().__init__(model, width)
@@ -253,7 +253,7 @@ class SquaresOfPatches(WholeItems):
         return self._pad(item.modality, self._make_patches(item), self._fit(item.modality, item.num_rows))
 
     def _make_patches(self, item: Item) -> dict[str, torch.Tensor]:
-        """Return [P, ...]: pixels, and the rotation of queries and keys."""
+        """Return [P, ...]: the pixels, and the rotary embeddings for queries and keys."""
         (image,) = _take_inputs(item)[_PIXELS[item.modality]]
         tower, side = self._model.vision_tower, self._side
         size = tower.config.patch_size
@@ -267,7 +267,7 @@ class SquaresOfPatches(WholeItems):
     def _pad(self, modality: str, inputs: dict[str, torch.Tensor], num_rows: int) -> Encoding:
         num_patches = len(inputs["pixels"])
         padded = {name: _with_rows(value, num_rows * self._side**2) for name, value in inputs.items()}
-        # Padding after the image's patches is a sequence of its own.
+        # The padding after the image's patches forms a separate sequence.
         return Encoding(modality, num_rows, padded | {"ends": torch.tensor([0, num_patches], dtype=torch.int32)})
 
     def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -275,10 +275,10 @@ class SquaresOfPatches(WholeItems):
         weight = tower.patch_conv.weight
         pixels = tower.input_norm(inputs["pixels"], weight.dtype)
         states_1PH = tower.ln_pre(torch.nn.functional.linear(pixels, weight.flatten(1))[None])
-        lengths = (None, None)  # needed by other attention kernels only
+        lengths = (None, None)  # only other attention kernels need them
         turns = inputs["cos"], inputs["sin"]
         encoded_PH = tower.transformer(states_1PH, turns, inputs["ends"], *lengths, return_all_hidden_states=False)[0]
-        # Order by channel, then by position in the square, like vLLM's `unfold`.
+        # Order by channel, then by position within the square, as vLLM's `unfold` does.
         squares = projector.norm(encoded_PH).unflatten(0, (-1, self._side**2)).transpose(1, 2).flatten(1)
         hidden, _ = projector.linear_1(projector.patch_merger.merging_layer(squares))
         found: torch.Tensor = projector.linear_2(projector.act(hidden))[0]
@@ -295,7 +295,7 @@ FORMS: dict[str, type[WholeItems]] = {
     "Qwen3VLForConditionalGeneration": PlacedPatches,
     "Qwen3VLMoeForConditionalGeneration": PlacedPatches,
 }
-"""Maps supported architectures to the form of their encoder. Others are refused at start-up."""
+"""Maps each supported architecture to its encoder form. Other architectures are refused at start-up."""
 
 
 def _take_inputs(item: Item) -> dict[str, torch.Tensor]:
@@ -308,7 +308,7 @@ def _with_rows(tensor: torch.Tensor, num_rows: int, fill: int = 0) -> torch.Tens
 
 
 def _copy_on_host(module: nn.Module) -> nn.Module:
-    """Return a copy with tensors of its own in host memory. Everything else is shared."""
+    """Return a copy of the module with separate tensors in host memory. Everything else is shared."""
     made = copy.copy(module)
     for kind in ("_parameters", "_buffers"):
         tensors: dict[str, Any] = getattr(module, kind)
@@ -318,7 +318,7 @@ def _copy_on_host(module: nn.Module) -> nn.Module:
 
 
 class Encoders:
-    """The encoders of a model, and all sizes that are listed before the first request."""
+    """A model's encoders, and all sizes that are listed before the first request."""
 
     def __init__(self, vllm_config: VllmConfig, model: nn.Module) -> None:
         config = vllm_config.model_config
@@ -326,7 +326,7 @@ class Encoders:
         form = make(model, config.get_inputs_embeds_size())
         budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY, enable_cache=False)
         self.num_kept = budget.encoder_cache_size
-        """Most tokens of items that vLLM's scheduler keeps."""
+        """Maximum number of item tokens that vLLM's scheduler keeps cached."""
         self.width = form.width
         self.dtype = config.dtype
         listed: dict[Hashable, Encoding] = {}
@@ -340,10 +340,10 @@ class Encoders:
 
     @property
     def num_pads(self) -> int:
-        """Number of rows that padding and warm-up need."""
+        """Number of rows needed for padding and warm-up."""
         return max(encoding.num_rows for encoding in self.listed)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the outputs that are kept."""
+        """Size of the cached outputs."""
         return (self.num_pads + self.num_kept) * self.width * self.dtype.itemsize

@@ -1,9 +1,9 @@
-"""The media store: outputs of encoders on devices that capture, one row per token, which prompt chunks read.
+"""The media store: encoder outputs on devices that capture, one row per token, which prompt chunks read.
 
-Rows are numbered like KV slots: the host decides which rows an image gets, and a prompt chunk gets one number per
-token, so its graph is independent of images.
+Rows are numbered like KV slots: the host assigns rows to each image, and a prompt chunk gets one row number per token,
+so its graph does not depend on the images.
 
-S: rows of the store. N: rows of an encoder's output. W: width of a row, the embeddings of a token.
+S: rows of the store. N: rows of an encoder's output. W: width of a row, that is, of a token's embeddings.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MediaStore:
             device=backend.traits.torch_device,
         )
         self._rows_np: dict[str, np.ndarray] = {}
-        """int64: maps the hash of an item to its rows."""
+        """int64: maps an item's hash to its rows."""
         self._run_encode = backend.graphs.graph(self._encode)
 
     # --- encoders ---
@@ -55,7 +55,7 @@ class MediaStore:
             yield Job(ENCODERS, partial(self._run, encoding), (encoding.signature,), encoding.num_rows)
 
     def encode(self, mm_hash: str, item: Item) -> None:
-        """Encode an item unless it is in the store."""
+        """Encode an item unless it is already in the store."""
         if mm_hash in self._rows_np:
             return
         assert item.num_rows <= len(self._free_np), "vLLM's scheduler keeps more tokens of images than it has room for"
@@ -63,9 +63,9 @@ class MediaStore:
         self._run(self._encoders.encoding(item), self._rows_np[mm_hash])
 
     def _run(self, encoding: Encoding, rows_np: np.ndarray = _NO_ROWS) -> None:
-        """Encode an item into the rows `rows_np`.
+        """Encode an item and store its output in the rows `rows_np`.
 
-        Padding follows them and goes to rows that are never read. Warm-up passes no rows, so everything goes there.
+        The rows that follow for padding are never read. Warm-up passes no rows, so its whole output counts as padding.
         """
         self._recorder.saw(encoding.signature)
         pads_np = np.resize(self._pads_np, encoding.num_rows - len(rows_np))
@@ -90,8 +90,7 @@ class MediaStore:
     # --- prompt chunks ---
 
     def find_rows(self, batch: Batch, features: dict[str, list[MultiModalFeatureSpec]]) -> torch.Tensor:
-        """Return int64 [T]: the row of each token of a rectangle, or `NO_MEDIA`. `features` maps requests to their
-        items."""
+        """Return int64 [T]: each token's store row in a rectangle, or `NO_MEDIA`. `features` maps requests to items."""
         rows_np = np.full(batch.shape.tokens, NO_MEDIA, dtype=np.int64)
         for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
             chunk_np = rows_np[row * batch.shape.queries :][:count]
@@ -99,7 +98,7 @@ class MediaStore:
         return self._upload(torch.from_numpy(rows_np))
 
     def _put(self, chunk_np: np.ndarray, start: int, features: Sequence[MultiModalFeatureSpec]) -> None:
-        """Fill in the rows of a chunk's tokens, which begin at position `start`."""
+        """Fill in the store rows for a chunk's tokens, which begin at position `start`."""
         end = start + len(chunk_np)
         begin, stop = get_mm_features_in_window(list(features), start=start, end=end)
         for feature in features[begin:stop]:

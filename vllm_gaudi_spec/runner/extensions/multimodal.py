@@ -1,7 +1,6 @@
-"""Images, video and audio in prompts: encoded in the step that the scheduler names, then merged into embeddings.
+"""Images, video, and audio in prompts, encoded in the step that the scheduler specifies and merged into embeddings.
 
-The encoders, their cache and the search for what a chunk needs are those of vLLM's newer runner. Drafters see only
-tokens.
+The encoders, their cache, and the lookup of a chunk's items come from vLLM's newer runner. Drafters see only tokens.
 
 D: dimensions of a multimodal rotary position.
 """
@@ -36,11 +35,11 @@ if TYPE_CHECKING:
 
 
 _SEEN_BOTH_WAYS_IN_WINDOWS = ("gemma4",)
-"""`model_type` of models that attend to images in both directions only in layers with a sliding window."""
+"""`model_type` of each model that attends bidirectionally within images only in sliding-window layers."""
 
 
 class Multimodal(Extension):
-    """Media in the target's prompts."""
+    """Multimodal inputs in the target's prompts."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class Multimodal(Extension):
         max_rows: int,
         store: MediaStore | None = None,
     ) -> None:
-        """`store` is given where steps are captured."""
+        """`store` is given if steps are captured."""
         if getattr(model, "_has_oov_mm_tokens", False):
             raise UnsupportedConfigError(
                 f"{model_config.model} marks images by tokens outside of its vocabulary, which is not supported; add "
@@ -62,7 +61,7 @@ class Multimodal(Extension):
         self._cache = EncoderCache()
         self._encoders = EncoderRunner(
             model,
-            max_num_tokens=0,  # the buffer for embeddings is not used, as the forward merges them
+            max_num_tokens=0,  # the embeddings buffer is not used, as the forward merges the embeddings
             hidden_size=0,
             encoder_cache=self._cache,
             dtype=model_config.dtype,
@@ -73,11 +72,11 @@ class Multimodal(Extension):
         self._sliding_window = model_config.get_sliding_window()
         self._num_dims = model_config.mrope_num_dims if model_config.uses_mrope else 0
         self._rotary_np: dict[str, np.ndarray] = {}
-        """int64 [D, L] of each prompt whose rotary positions differ from those of its tokens."""
+        """int64 [D, L]: for each prompt with multimodal rotary positions, the positions of its tokens."""
         self._offsets: dict[str, int] = {}
-        """Added to the position of a token after such a prompt."""
+        """Maps a request to the offset added to the positions of tokens after such a prompt."""
         self.rotary_offsets: DeviceRows | None = None
-        """The same by row, for decodes, where all dimensions of a position are equal. None without M-RoPE."""
+        """The offsets by row, for decodes, where all dimensions of a position are equal. None without M-RoPE."""
         if self._num_dims:
             self.rotary_offsets = DeviceRows(backend, max_rows, np.array(0, dtype=np.int32))
 
@@ -122,23 +121,23 @@ class Multimodal(Extension):
                     store.encode(feature.identifier, item)
 
     def reset_encoder_cache(self) -> None:
-        """Forget the encoded items, because the weights change."""
+        """Clear the cached encoder outputs, because the weights change."""
         self._cache.reset_encoder_cache()
         if self.store is not None:
             self.store.reset()
 
     def add_to(self, batch: Batch) -> Batch:
-        """Return the batch with embeddings, and with rotary positions if they differ from those of its tokens.
+        """Add embeddings to the batch, and rotary positions if they differ from token positions, and return it.
 
-        Decodes need neither. However, the last token of a prompt may arrive as a decode. If steps are not captured,
-        this holds even for a token of an image.
+        Decodes need neither. However, a prompt's last token may be processed as a decode. If steps are not captured,
+        this is possible even for an image token.
         """
         is_decode = batch.shape.phase == DECODE
         if self.store is not None:
             return batch if is_decode else replace(batch, multimodal=self._make_captured_inputs(self.store, batch))
         if not batch.requests:
             return batch
-        newest = batch.requests[0]  # all requests of a decode are of the same kind
+        newest = batch.requests[0]  # a decode contains only requests of one kind
         if is_decode and newest.num_computed >= len(newest.all_token_ids):
             return batch
         embeddings, is_media_T = self._gather_embeddings(batch)
@@ -156,10 +155,9 @@ class Multimodal(Extension):
             yield from self.store.jobs()
 
     def _make_captured_inputs(self, store: MediaStore, batch: Batch) -> MultimodalInputs:
-        """Return the same form for every batch of prompt chunks.
+        """Return inputs that have the same form for every batch of prompt chunks.
 
-        A graph for only text would have to be compiled too, and would save no more than a choice between two rows per
-        token.
+        A text-only graph would have to be compiled too, and would only save selecting between two rows for each token.
         """
         return MultimodalInputs(
             rows_T=store.find_rows(batch, self._cache.mm_features),
@@ -168,7 +166,7 @@ class Multimodal(Extension):
         )
 
     def _gather_embeddings(self, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Return outputs of encoders in the order of the batch's tokens, and which tokens they replace."""
+        """Return encoder outputs in the order of the batch's tokens, and a mask of the tokens that they replace."""
         counts_np = np.array(batch.counts, dtype=np.int64)
         embeddings, is_media_T = self._encoders.gather_mm_embeddings(
             [request.req_id for request in batch.requests],
@@ -181,12 +179,12 @@ class Multimodal(Extension):
         return embeddings, self._upload(is_media_T) if embeddings else None
 
     def _find_spans(self, batch: Batch) -> Spans | None:
-        """Return the spans of images that end in the batch's chunks.
+        """Return the spans of the images that end in the batch's chunks.
 
-        The scheduler ends no chunk within an image, but the prefix cache may hold its beginning.
+        The scheduler never ends a chunk within an image, but the prefix cache may hold the beginning of an image.
         """
         if not self._sees_both_ways or batch.shape.phase == DECODE:
-            return None  # the last token of an image sees all of it anyway
+            return None  # an image's last token can attend to the whole image anyway
         features = [self._cache.mm_features.get(request.req_id, []) for request in batch.requests]
         images = find_bidirectional_spans(features, self._sliding_window)
         found = [
@@ -200,7 +198,7 @@ class Multimodal(Extension):
         lasts_np = np.zeros((batch.shape.rows, batch.shape.queries), dtype=np.int32)
         for row, first, last in found:
             start = batch.requests[row].num_computed
-            # Otherwise KV of the image's first tokens would be computed as if the image ended there.
+            # Otherwise the KV of the image's first tokens would be computed as if the image ended there.
             assert last < start + batch.counts[row], "a chunk ends within an image"
             lasts_np[row, max(first - start, 0) : last + 1 - start] = last
         rows = None if self.store is not None else self._span_rows(found)
@@ -215,7 +213,7 @@ class Multimodal(Extension):
         rotary_np = np.zeros((self._num_dims, rows, queries), dtype=np.int64)
         for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
             positions_np = np.arange(request.num_computed, request.num_computed + count)
-            # The tokens of a resumed request include outputs.
+            # The tokens of a resumed request include output tokens.
             rotary_np[:, row, :count] = positions_np + self._offsets.get(request.req_id, 0)
             if (prompt_np := self._rotary_np.get(request.req_id)) is not None:
                 part_np = prompt_np[:, request.num_computed : request.num_computed + count]

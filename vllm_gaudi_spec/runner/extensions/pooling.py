@@ -1,6 +1,6 @@
-"""Pooling models: vLLM's pooler turns a prompt's hidden states into the output, and no tokens are sampled.
+"""Pooling models: vLLM's pooler turns a prompt's hidden states into the request's output, and no tokens are sampled.
 
-vLLM's poolers take lists of requests and work on the host, so they are never captured.
+vLLM's poolers take lists of requests and run on the host, so they are never captured.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def list_tasks(model: Any) -> tuple[str, ...]:
 
 
 def get_output_format(model: Any, config: ModelConfig) -> tuple[int, torch.dtype]:
-    """Return size and dtype of a forward's output per token.
+    """Return the size and dtype of a forward's output per token.
 
-    In vLLM's token classification models the forward itself returns scores of classes.
+    In vLLM's token classification models, the forward itself returns class scores.
     """
     if config.architecture.endswith("ForTokenClassification") and hasattr(model, "num_labels"):
         return model.num_labels, config.head_dtype
@@ -51,11 +51,11 @@ class Pooling(Extension):
         self._hidden_states = hidden_states
         self._memory = memory
         self.comparisons = LateInteractionRunner(enable_flash=False)
-        """Token embeddings of queries, kept until the last document has been compared with them."""
+        """Cached token embeddings of queries, kept until every document has been compared with its query."""
         self._states: dict[str, PoolingStates] = {}
-        """Maps requests to what their prompt chunks keep for the last one, if all states are returned."""
+        """Maps a request to the states that its prompt chunks keep until the last chunk, if all states are returned."""
         self._pooled: dict[str, torch.Tensor] = {}
-        """Outputs of requests whose prompt ended in this step."""
+        """Outputs of requests whose prompts ended in this step."""
 
     def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
         for req_id in requests.ended:
@@ -68,15 +68,15 @@ class Pooling(Extension):
             self._states[request.req_id] = PoolingStates()
 
     def add_to(self, batch: Batch) -> Batch:
-        """Return the batch with token types if a request has two texts.
+        """Add token types to the batch if a request has two texts, and return it.
 
-        vLLM passes the position where the second text begins.
+        vLLM provides the position at which the second text begins.
         """
         firsts = [(_get_params(request).extra_kwargs or {}).get(_SECOND_TEXT) for request in batch.requests]
         if all(first is None for first in firsts):
             return batch
         types_np = np.zeros((batch.shape.rows, batch.shape.queries), dtype=np.int32)
-        for row_np, request, first in zip(types_np, batch.requests, firsts, strict=False):  # the rest is padding
+        for row_np, request, first in zip(types_np, batch.requests, firsts, strict=False):  # other rows are padding
             if first is not None:
                 row_np[max(first - request.num_computed, 0) :] = 1
         return replace(batch, token_types_T=self._memory.upload(torch.from_numpy(types_np.reshape(-1))))
@@ -105,8 +105,8 @@ class Pooling(Extension):
                 self._pooled[request.req_id] = output
 
     def _gather_states(self, batch: Batch) -> torch.Tensor:
-        """Return [T, H] of the batch's real tokens."""
-        if batch.shape.phase == DECODE:  # prompts with a single token left
+        """Return [T, H]: the states of the batch's real tokens."""
+        if batch.shape.phase == DECODE:  # prompts with only one token left
             return self._hidden_states.take(batch.inputs.split().rows_B, 1).hidden_NH[: len(batch.requests)]
         begins = range(0, batch.shape.tokens, batch.shape.queries)
         parts = [self._hidden_states.chunk_TH.narrow(0, *part) for part in zip(begins, batch.counts, strict=False)]
@@ -124,12 +124,12 @@ class Pooling(Extension):
 
 
 def _get_params(request: Request) -> PoolingParams:
-    assert request.pooling is not None  # an engine either generates or pools
+    assert request.pooling is not None  # an engine supports either generation or pooling
     return request.pooling
 
 
 def _pad(prompts: list[list[int]]) -> torch.Tensor:
-    """Return prompts as one tensor, for poolers that look at tokens."""
+    """Return the prompts as one padded tensor, for poolers that need token IDs."""
     padded_np = np.zeros((len(prompts), max(map(len, prompts))), dtype=np.int64)
     for row_np, prompt in zip(padded_np, prompts, strict=True):
         row_np[: len(prompt)] = prompt

@@ -1,6 +1,6 @@
-"""Log-probabilities of prompt tokens: each chunk's are computed and sent to the host with the chunk.
+"""Prompt log-probabilities, which are computed for each prompt chunk and copied to the host after its forward.
 
-They have copies of their own, and are reported in the step that ends the prompt.
+These copies are separate from the step's report. The results are reported in the step that ends the prompt.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.sampling.params import Sampling
 
 _SLICE = 64
-"""Prompt positions whose logits are computed at a time: those of a whole chunk would not fit beside the KV cache."""
+"""Number of prompt positions scored at a time, since the logits of a whole chunk would need too much memory."""
 
 
 class PromptLogprobs(Extension):
-    """Scores the prompts of requests that ask for `prompt_logprobs`. S: positions of a slice."""
+    """Computes the scores for requests that set `prompt_logprobs`. S: positions in a slice."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class PromptLogprobs(Extension):
         downloads: Downloads,
         recorder: StepRecorder,
     ) -> None:
-        """`chunk_TH`: the buffer that holds the hidden states of the newest batch of prompt chunks."""
+        """`chunk_TH` is the buffer that holds the hidden states of the latest batch of prompt chunks."""
         self._target = target
         self._chunk_TH = chunk_TH
         self._sampling = sampling
@@ -51,15 +51,15 @@ class PromptLogprobs(Extension):
         self._score = backend.graphs.graph(self._score_slice)
 
     def after_forward(self, batch: Batch) -> None:
-        """Score the prompt tokens that these chunks predict."""
+        """Score the prompt tokens that the batch's chunks predict."""
         if batch.shape.phase != PREFILL:
             return
         ends = dict(zip(batch.requests, batch.ends, strict=True))
         for index, request in enumerate(batch.requests):
             if index and batch.requests[index - 1] is request:
-                continue  # a slice, whose states follow those of the one before
+                continue  # a slice whose states follow those of the previous slice
             num_requested = request.params.prompt_logprobs
-            # After a preemption the outputs are prefilled too, and the user already has the prompt's scores.
+            # After a preemption, outputs are prefilled too, but the user already has the prompt's scores.
             if num_requested is None or len(request.all_token_ids) > request.num_prompt:
                 continue
             begin = batch.starts[index]
@@ -76,16 +76,16 @@ class PromptLogprobs(Extension):
                 request.prompt_logprobs.append(scores)
 
     def add_to_result(self, step: StepResult) -> None:
-        """Add the scores that are complete: vLLM expects those of a prompt in the step that ends it."""
+        """Add the completed scores, since vLLM expects a prompt's scores in the step that ends the prompt."""
         for request in step.requests:
             if request.prompt_logprobs:
                 step.prompt_logprobs.append((request, list(request.prompt_logprobs)))
                 request.prompt_logprobs.clear()
 
     def _start_scoring(self, begin: int, tokens: list[int], count: int, row: int) -> Wait:
-        """Score `tokens`, which follow the chunk's tokens from index `begin` on, and start their copy to the host.
+        """Score `tokens`, which follow the chunk's tokens from index `begin` on, and start copying scores to the host.
 
-        A short slice is padded, so that all have one shape.
+        A short slice is padded, so that all slices have the same shape.
         """
         self._recorder.saw(_signature(count))
         small = np.zeros((3, _SLICE), dtype=np.int64)
@@ -95,7 +95,7 @@ class PromptLogprobs(Extension):
         return self._downloads.start(self._score(self._backend.memory.upload(torch.from_numpy(small)), count))
 
     def _score_slice(self, small_3S: torch.Tensor, count: int) -> torch.Tensor:
-        """Return float32 [S, 2 * (1 + count) + 1]: token ids, their scores, and the rank of the first."""
+        """Return float32 [S, 2 * (1 + count) + 1]: token IDs, their scores, and the rank of the first token."""
         index_S, tokens_S, rows_S = small_3S.unbind(0)
         scores = self._target.logits(
             self._chunk_TH.index_select(0, index_S), self._target.gather_adapters(rows_S)
@@ -107,13 +107,13 @@ class PromptLogprobs(Extension):
         return torch.cat((ids.float(), values.float(), ranks.float()[:, None]), dim=1)
 
     def jobs(self) -> Iterator[Job]:
-        # A device that captures needs these graphs for prompts of any length, so `warmup_tokens` must not exclude them.
+        # Devices that capture need these graphs for prompts of any length, so `warmup_tokens` must not exclude them.
         num_tokens = 0 if self._backend.traits.captures else _SLICE
         for count in self._sampling.prompt_logprob_counts():
             yield Job(PROMPT_LOGPROBS, partial(self._score_padding, count), (_signature(count),), num_tokens)
 
     def _score_padding(self, count: int) -> None:
-        # Wait: a device may reuse the host buffer of a download for the next one.
+        # Wait for the copy, since a device may reuse its host buffer for the next one.
         self._start_scoring(0, [0], count, 0)()
 
 

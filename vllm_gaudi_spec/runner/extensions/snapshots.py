@@ -1,4 +1,4 @@
-"""Snapshots of recurrent states on the device, stored in rows after those of requests."""
+"""Snapshots of recurrent states on the device, stored in the rows that follow those of requests."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class SnapshotRows(Extension):
-    """Copies snapshots one row at a time.
+    """Copies one snapshot row at a time, using a single graph.
 
-    A state is large, so padding to a fixed number of rows would cost more than it saves. So there is one graph.
+    A state is large, so padding to a fixed number of rows would cost more time than it saves.
     """
 
     def __init__(self, states: RecurrentStates, requests: Requests, backend: DeviceBackend) -> None:
@@ -28,7 +28,7 @@ class SnapshotRows(Extension):
         self._run_copy = backend.graphs.graph(states.copy_rows)
 
     def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
-        """Start requests from the snapshots that the scheduler names."""
+        """Initialize requests from the snapshots that the scheduler selected."""
         for req_id, slot in scheduled.state_loads.items():
             self._copy(self._first + slot, requests.by_id[req_id].row)
 
@@ -37,7 +37,7 @@ class SnapshotRows(Extension):
             self._copy(self._requests.by_id[req_id].row, self._first + slot)
 
     def warm_up(self) -> None:
-        """Run a copy on the pad row."""
+        """Run a copy within the pad row."""
         self._copy(self._requests.pad_row, self._requests.pad_row)
 
     def _copy(self, source: int, target: int) -> None:
