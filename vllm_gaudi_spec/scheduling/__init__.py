@@ -1,1 +1,1 @@
-"""Decisions about how far to speculate, made where vLLM schedules, so that all ranks get the same one with a step."""
+"""Decisions about how many tokens to draft, made in vLLM's scheduler so that all ranks receive the same decision."""

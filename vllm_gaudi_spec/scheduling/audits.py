@@ -1,8 +1,8 @@
-"""Audits: decodes one in N requests again without drafts while the engine is idle, and compares the outputs.
+"""Audits, which decode one in N requests again without drafts while the engine is idle, and compare the outputs.
 
-An audit's requests run in the engine under a client index of their own, `AUDITOR`; the scheduler removes their outputs
-before they leave. They run only while no client has a request. A client's request aborts them at once, and they start
-again later.
+An audit's requests run in the engine under a separate client index, `AUDITOR`, and the scheduler removes their outputs
+before they reach a client. They run only while no client has a request. A new client request aborts them immediately,
+and they are restarted later.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 AUDITOR = -1
-"""The `client_index` of audits' requests, which no front end has."""
+"""The `client_index` of audit requests, which no front end uses."""
 MAX_WAITING = 64
-"""The maximum number of finished requests that wait for idle steps. Others are not audited."""
+"""Maximum number of finished requests that wait for idle steps. Any more are not audited."""
 MAX_STARTS = 8
-"""The number of starts after which an interrupted audit is dropped."""
+"""Number of starts after which an interrupted audit is dropped."""
 _LARGEST_SEED = (1 << 63) - 1
 _COMPARABLE = (
     RequestStatus.FINISHED_STOPPED,
     RequestStatus.FINISHED_LENGTH_CAPPED,
-    RequestStatus.FINISHED_ABORTED,  # up to its last token, where its client ended it
+    RequestStatus.FINISHED_ABORTED,  # audited up to the last token before the client aborted it
 )
 
 
@@ -77,15 +77,15 @@ class Audits:
         self._tolerance = TIES[vllm_config.model_config.dtype]
         self._num_seen = 0
         self._chosen: set[str] = set()
-        """Clients' requests that will be audited when they end."""
+        """IDs of client requests that will be audited when they end."""
         self._waiting: deque[_Audit] = deque()
         self._running: dict[str, _Audit] = {}
-        """Maps the id of an audit's request to its audit."""
+        """Maps the ID of an audit request to its audit."""
         self._next: list[Request] = []
-        """Requests that are not added to the engine yet."""
+        """Audit requests that have not been added to the engine yet."""
         self._has_file = False
 
-    # --- requests of clients ---
+    # --- client requests ---
 
     def on_added(self, request: Request) -> None:
         self._num_seen += 1
@@ -98,13 +98,13 @@ class Audits:
         params = request.sampling_params
         assert params is not None
         if params.temperature > 0 and params.seed is None:
-            # The audit needs the request's seed, and a worker would draw one that only it knows.
+            # The audit needs the request's seed. Otherwise, a worker would choose a seed that only it knows.
             request.sampling_params = copy.copy(params)
             seed = fresh_seed(self._vllm_config.model_config.seed, self._num_seen, request.request_id)
             request.sampling_params.seed = seed & _LARGEST_SEED
 
     def on_ended(self, request: Request) -> None:
-        """Queue a client's finished request for its audit. Must run before vLLM frees the request."""
+        """Queue a finished client request for its audit. Must be called before vLLM frees the request."""
         if request.request_id not in self._chosen:
             return
         self._chosen.remove(request.request_id)
@@ -121,7 +121,7 @@ class Audits:
             self._waiting.append(_Audit(finished))
 
     def _explain_skip(self, request: Request) -> str:
-        """Return why a request is not audited, or an empty string."""
+        """Return why a request is not audited, or an empty string if it can be."""
         params = request.sampling_params
         if params is None or request.prompt_token_ids is None:
             return metrics.INPUTS
@@ -137,7 +137,7 @@ class Audits:
             return metrics.PROBABILISTIC
         return ""
 
-    # --- requests of audits ---
+    # --- audit requests ---
 
     @property
     def is_running(self) -> bool:
@@ -148,7 +148,7 @@ class Audits:
         return bool(self._waiting)
 
     def start(self, room: int) -> list[Request]:
-        """Return at most `room` requests to add to an idle engine."""
+        """Return at most `room` audit requests to add to an idle engine."""
         room -= len(self._running)
         while self._waiting and room > 0:
             audit = self._waiting.popleft()
@@ -159,7 +159,7 @@ class Audits:
         return added
 
     def observe(self, output: EngineCoreOutput) -> None:
-        """Process an output of one of the audits' requests."""
+        """Process an output of an audit request."""
         audit = self._running.get(output.request_id)
         if audit is None or output.finish_reason is None:
             return
@@ -177,7 +177,7 @@ class Audits:
             self._continue(audit)
 
     def interrupt(self) -> list[str]:
-        """Stop running audits, which start again later, and return the ids of their requests to abort."""
+        """Stop all running audits, which will be restarted later, and return the IDs of their requests to abort."""
         ids = [*self._running]
         for audit in reversed(dict.fromkeys(self._running.values())):
             assert audit.comparison is not None
@@ -192,9 +192,9 @@ class Audits:
         return ids
 
     def drop(self) -> list[str]:
-        """Drop all audits, and return the ids of their requests to abort.
+        """Drop all audits and return the IDs of their requests to abort.
 
-        For a pause and a reset of the prefix cache, around which a worker extension may change the model.
+        Called on a pause or a prefix cache reset, around which a worker extension may change the model.
         """
         ids = self.interrupt()
         if num_dropped := len(self._waiting) + len(self._chosen):
@@ -207,7 +207,7 @@ class Audits:
         audit.running, audit.results = {}, {}
         for job in jobs:
             request = Request(
-                # Clients can choose the ids of their requests, and must not be able to choose this one.
+                # Clients can choose their own request IDs, and must not be able to choose this one.
                 f"gaudi-spec-audit-{uuid4().hex}",
                 job.prompt,
                 job.params,
@@ -231,7 +231,7 @@ class Audits:
             self._run(audit, jobs)
 
     def _give_up(self, audit: _Audit, cause: str) -> None:
-        """Drop an audit. Its other requests end by themselves."""
+        """Drop an audit. Its other requests finish normally, but their results are ignored."""
         self._running = {req_id: one for req_id, one in self._running.items() if one is not audit}
         self._metrics.count(metrics.AUDITS_SKIPPED, 1, cause)
 

@@ -1,10 +1,10 @@
-"""Compares a finished request with what it would have been without drafts.
+"""Compares the output of a finished request with its output without drafts.
 
-A comparison is a generator: it yields requests to run without drafts, is sent their results, and returns an outcome.
-It can be closed at any time and started again.
+A comparison is a generator: it yields requests to run without drafts, receives their results, and returns an outcome.
+It can be closed at any time and restarted.
 
-It is for the strict rule, and for every rule at temperature 0, which produce the same tokens as decoding without
-drafts, up to ties.
+Comparisons support the strict acceptance rule, as well as every rule at temperature 0. In these cases, decoding
+produces the same tokens with and without drafts, except at ties.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = init_logger(__name__)
 
 
 class Finished(NamedTuple):
-    """A finished request, as far as an audit needs it."""
+    """The data about a finished request that an audit needs."""
 
     prompt: list[int]
     outputs: list[int]
@@ -58,7 +58,7 @@ class Result(NamedTuple):
 
     tokens: list[int]
     scores: dict[int, float]
-    """Scores at the first position of the tokens in `logprob_token_ids`."""
+    """Scores of the tokens in `logprob_token_ids` at the first position."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Difference:
     finished: Finished
     without_drafts: list[int]
     position: int
-    """Index among the output tokens."""
+    """Index into the output tokens."""
     scores: dict[int, float]
     """Scores of the two candidates at that position, if both outputs have a token there."""
 
@@ -84,22 +84,22 @@ class Outcome(NamedTuple):
 Comparison = Generator[list[Job], list[Result], Outcome]
 
 TIES = {torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.5}
-"""Maps the model's dtype to the difference up to which two logits, with their noise, count as equal. For the 16-bit
-dtypes it is four times the spacing of numbers between 16 and 32."""
+"""Maps the model's dtype to the maximum difference at which two logits, including their noise, count as tied. For the
+16-bit dtypes, it is four times the spacing of numbers between 16 and 32."""
 
 
 def compare_tokens(finished: Finished, tolerance: float) -> Comparison:
-    """Run the request again with its own noise, and expect the same tokens up to the first tie."""
+    """Run the request again with its original noise, and expect the same tokens up to the first tie."""
     length = len(finished.outputs)
     (again,) = yield [Job(finished.prompt, _audit_params(finished.params, max_tokens=length))]
     position = find_first_difference(finished.outputs, again.tokens)
     if position is None:
         return Outcome(metrics.IDENTICAL)
-    if position == min(length, len(again.tokens)):  # only one has ended, which no rounding explains
+    if position == min(length, len(again.tokens)):  # only one output has ended, which rounding cannot explain
         return Outcome(metrics.DIFFERENT, Difference(finished, again.tokens, position, {}))
     pair = finished.outputs[position], again.tokens[position]
     prompt = finished.prompt + finished.outputs[:position]
-    # It is a tie if the first candidate wins when raised by the tolerance, and loses when lowered by it.
+    # The candidates are tied if the first one wins when raised by the tolerance and loses when lowered by it.
     raised, lowered = yield [
         Job(prompt, _params_between(finished, position, pair, raised_by)) for raised_by in (tolerance, -tolerance)
     ]
@@ -109,7 +109,7 @@ def compare_tokens(finished: Finished, tolerance: float) -> Comparison:
 
 
 def find_first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the first position at which two outputs differ, or None."""
+    """Return the first position at which two outputs differ, or None if they are equal."""
     for position, (first, second) in enumerate(zip(one, other, strict=False)):
         if first != second:
             return position
@@ -117,7 +117,7 @@ def find_first_difference(one: Sequence[int], other: Sequence[int]) -> int | Non
 
 
 def _audit_params(params: SamplingParams, **changes: object) -> SamplingParams:
-    """Return `params` with `changes`, and without drafts, log-probabilities, or KV that a step with drafts wrote."""
+    """Return `params` with `changes` and without drafts, log-probabilities, or reuse of speculative steps' KV."""
     changed = copy.copy(params)
     quiet = dict.fromkeys(("logprobs", "prompt_logprobs", "prompt_logprob_start", "logprob_token_ids"))
     no_drafts = {**(params.extra_args or {}), REQUEST_OPTION: 0}
@@ -127,9 +127,9 @@ def _audit_params(params: SamplingParams, **changes: object) -> SamplingParams:
 
 
 def _params_between(finished: Finished, position: int, pair: tuple[int, int], raised_by: float) -> SamplingParams:
-    """Return parameters that choose between two candidates, the first of them raised.
+    """Return parameters for choosing between two candidates after adding `raised_by` to the first one's logit.
 
-    The outputs before `position` are part of the prompt here, so penalties that count outputs become biases.
+    The outputs before `position` become part of the prompt, so penalties that count outputs are replaced by biases.
     """
     params = finished.params
     before = finished.outputs[:position]
@@ -140,7 +140,7 @@ def _params_between(finished: Finished, position: int, pair: tuple[int, int], ra
         for token in pair
     }
     bias[pair[0]] += raised_by
-    # Both candidates passed every filter, and neither was forbidden.
+    # Both candidates passed every filter, so none of the filters is needed here.
     return _audit_params(
         params,
         max_tokens=1,
@@ -158,20 +158,20 @@ def _params_between(finished: Finished, position: int, pair: tuple[int, int], ra
     )
 
 
-# --- the file of a difference ---
+# --- file that records a difference ---
 
 _PARAMS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos", "stop_token_ids"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids"),
     "bad_words_token_ids",
 )
-"""The parameters that choose tokens. None holds text."""
+"""Sampling parameters that affect the choice of tokens. None of them contains text."""
 
 
 def write_difference(
     difference: Difference, vllm_config: VllmConfig, speculation: Speculation, tolerance: float
 ) -> Path | None:
-    """Write token ids and options, but no text, to a file and return its path, or None if that failed.
+    """Write token IDs and options, but no text, to a file. Return its path, or None if writing failed.
 
     Only the user who runs the server can read the file.
     """

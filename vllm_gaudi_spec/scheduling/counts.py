@@ -1,7 +1,7 @@
-"""Counts decoding requests by their number of drafts, and why some have none.
+"""Counts decoding requests by number of drafts, and the reasons why some have none.
 
-The scheduler counts them: it knows each request's length and parameters and decides how much is drafted. What only the
-worker knows comes with the step's output, so counting needs neither a device-to-host sync nor a message of its own.
+The scheduler does the counting, since it knows each request's length and parameters and decides how much to draft. The
+worker's information arrives with the step's output, so counting needs no extra device-to-host sync or message.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ logger = init_logger(__name__)
 
 
 class DraftCounts:
-    """Counters of requests that decode with and without drafts."""
+    """Counts requests that decode with and without drafts."""
 
     def __init__(self, speculation: Speculation, max_model_len: int, step_metrics: StepMetrics) -> None:
         self._num_drafts = speculation.num_drafts
         self._max_context = speculation.get_drafting_end(max_model_len)
         self._metrics = step_metrics
         self._choices: dict[str, tuple[int, str]] = {}
-        """Maps a request to the maximum number of drafts after its most recent step, and the reason if that is 0.
-        Requests without an entry may have all k."""
+        """Maps a request to the maximum number of drafts after its latest step and, if that is 0, the reason. Requests
+        without an entry may have up to k drafts."""
         self._excluded: set[str] = set()
-        """Requests that are excluded from drafting."""
+        """IDs of requests that are excluded from drafting."""
         self._failed: set[str] = set()
-        """Requests whose drafting failed after their most recent step. Their next step may be several steps later."""
+        """IDs of requests whose drafting failed after their latest step. Their next step may be several steps later."""
         self._logged: dict[str, str] = {}
         """Maps a request to the reason that was logged last."""
 
@@ -48,7 +48,7 @@ class DraftCounts:
     def observe(
         self, requests: Mapping[str, Request], scheduled: SpecSchedulerOutput, output: SpeculativeOutput
     ) -> None:
-        """Count a step's output. Must run before vLLM's scheduler processes it."""
+        """Count a step's output. Must be called before vLLM's scheduler processes it."""
         if output.num_real_drafts:
             self.count(requests, output)
             self.remember(scheduled, output)
@@ -72,7 +72,7 @@ class DraftCounts:
             if not num_drafts:
                 reason = self._reason(request, output.why.get(req_id, ""), skip_reason)
                 reasons[reason] += 1
-                if self._logged.get(req_id) != reason:  # a request may have the same reason at every step
+                if self._logged.get(req_id) != reason:  # a request may have the same reason in every step
                     self._logged[req_id] = reason
                     logger.debug("Request %s has no drafts after %d tokens: %s.", req_id, request.num_tokens, reason)
         for name, rows in (
@@ -101,12 +101,12 @@ class DraftCounts:
         )
 
     def remember(self, scheduled: SpecSchedulerOutput, output: SpeculativeOutput) -> None:
-        """Remember this step's decision, which is about drafts that a later step verifies."""
+        """Remember this step's decision about the drafts that a later step verifies."""
         max_drafts = scheduled.num_spec_tokens_to_schedule
         if self._choices or max_drafts < self._num_drafts:
             choice = max_drafts, "" if max_drafts else scheduled.skip_reason
             self._choices.update(dict.fromkeys(output.num_real_drafts, choice))
-        # Reported faults are about the drafts that this step should have verified.
+        # Reported faults concern the drafts that this step should have verified.
         self._failed.difference_update(output.num_real_drafts)
         self._failed.update(
             req_id
@@ -117,5 +117,5 @@ class DraftCounts:
 
 
 def _is_dropped(request: Request) -> bool:
-    """Whether vLLM discards the output of the request's step in flight, because the prefix cache was reset."""
+    """Whether vLLM discards the output of the request's step in flight because the prefix cache was reset."""
     return bool(request.drop_stale_output and request.num_stale_output_tokens > 0)

@@ -1,11 +1,11 @@
-"""Switches off a drafter whose drafts cannot be used. The scheduler decides, so all ranks get the decision with a step.
+"""Disables a drafter that makes unusable drafts. The scheduler decides, so all ranks receive the decision with a step.
 
-Unusable drafts do not harm a request: it decodes as if nothing had been drafted.
+Unusable drafts do not affect a request's output: the request decodes as if nothing had been drafted.
 
-- A round without any usable draft counts against the drafter. Three such rounds in a row disable it until the restart.
-- A request whose drafts fail while others of its round succeed is excluded from drafting.
-- So is a request that fails twice in a row as the only one of its round: on an otherwise idle server, its failures say
-  nothing about later requests.
+- A round without any usable drafts counts against the drafter. Three such rounds in a row disable it until a restart.
+- A request is excluded from drafting if its drafts fail while those of other requests in the round succeed.
+- A request is also excluded if it fails in two consecutive rounds with no other requests: on an otherwise idle server,
+  these failures say nothing about later requests.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ MAX_FAULTS_IN_A_ROW = 3
 
 
 class DrafterHealth:
-    """Counts faulty rounds and excludes requests or the drafter."""
+    """Counts faulty rounds, excludes requests from drafting, and disables the drafter."""
 
     def __init__(self) -> None:
         self.is_off = False
         self.num_faults = 0
         self._in_a_row = 0
         self._last_alone: str | None = None
-        """The request of the most recent round, if that was faulty and had no other."""
+        """The request in the latest round, if that round was faulty and had no other requests."""
         self._restarted: dict[str, None] = {}
         self._excluded: dict[str, None] = {}
         self._num_reported = 0
@@ -61,7 +61,7 @@ class DrafterHealth:
         return self.num_faults - before
 
     def take_status(self) -> DrafterStatus | None:
-        """Return what changed for the workers since the last call, or None."""
+        """Return what changed for the workers since the last call, or None if nothing did."""
         if self._num_reported == self.num_faults:
             return None
         status = DrafterStatus(tuple(self._restarted), tuple(self._excluded), self.is_off, self.num_faults)

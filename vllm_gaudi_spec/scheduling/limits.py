@@ -1,8 +1,8 @@
-"""How many tokens a request may draft, and why it has no drafts: for the scheduler, and by row for the runner.
+"""Limits on the number of drafts per request, and reasons for having none, used by the scheduler and the runner.
 
-A request drafts fewer tokens, down to none, as its context approaches the drafter's maximum length, the model's, or the
-end of the requested output. The limit follows from the request's own length and parameters: every rank computes the
-same, and a long request does not affect others in the batch.
+A request drafts fewer tokens, or none, as it approaches the drafter's maximum context length, the model's, or the end
+of the requested output. Since a limit depends only on the request's own length and parameters, every rank computes the
+same limit, and a long request does not affect others in the batch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class DraftLimits(NamedTuple):
-    """Limits from a request's parameters and the configuration: the same on every rank and in the scheduler."""
+    """Limits from a request's parameters and the configuration, which are equal on all ranks and in the scheduler."""
 
     max_context: int
-    """The maximum length of context and drafts together: the drafter's or the model's."""
+    """Maximum combined length of context and drafts, given by the drafter or the model."""
     end: int | None
-    """The length at which the next token is the request's last, or None without max_tokens."""
+    """Length at which the next token is the request's last, or None without max_tokens."""
     max_drafts: int
-    """The maximum number of drafts per step: what the request asked for, at most k."""
+    """Maximum number of drafts per step: the number that the request asked for, but at most k."""
 
     @classmethod
     def from_params(cls, params: SamplingParams, num_prompt: int, *, num_drafts: int, max_context: int) -> DraftLimits:
@@ -38,12 +38,12 @@ class DraftLimits(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """The length at which the request stops drafting."""
+        """Length at which the request stops drafting."""
         return self.max_context if self.end is None else min(self.max_context, self.end)
 
 
 def get_requested_drafts(params: SamplingParams | None, num_drafts: int) -> int:
-    """Return the maximum number of drafts per step that a request asked for, at most `num_drafts`."""
+    """Return the maximum number of drafts per step that a request asked for, but at most `num_drafts`."""
     requested: int = ((params and params.extra_args) or {}).get(REQUEST_OPTION, num_drafts)
     return min(requested, num_drafts)
 
@@ -57,15 +57,15 @@ def explain_no_drafts(
     skip_reason: str = "",
     has_failed: bool = False,
 ) -> str:
-    """Return why a request of `length` tokens has no drafts: a `NoDraftReason`, `NOTHING` if no limit forbids them.
+    """Return the `NoDraftReason` for a request of `length` tokens, or `NOTHING` if no limit prevents drafts.
 
     Permanent reasons take precedence over temporary ones.
 
     Args:
-        reported: The reason that a worker reported.
+        reported: The reason reported by a worker.
         is_excluded: Whether the request is excluded from drafting after faults.
-        skip_reason: The reason for which the scheduler chose 0 drafts.
-        has_failed: Whether the request's most recent drafts could not be used.
+        skip_reason: Why the scheduler chose 0 drafts.
+        has_failed: Whether the request's latest drafts were unusable.
     """
     if reported:
         return reported
@@ -80,35 +80,35 @@ def explain_no_drafts(
     return skip_reason or (NoDraftReason.FAULT if has_failed else NoDraftReason.NOTHING)
 
 
-# --- rows of the runner ---
+# --- rows in the runner ---
 
 
 class RowLimits:
-    """The maximum number of drafts of each row, on the host."""
+    """The maximum number of drafts for each row, stored on the host."""
 
     def __init__(self, max_rows: int, speculation: Speculation, max_model_len: int) -> None:
         self._num_drafts = speculation.num_drafts
         self._max_len = speculation.longest(max_model_len)
         self._limits_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
-        """Maximum length of context and drafts together, and maximum number of drafts, for each row."""
+        """Maximum combined length of context and drafts, and maximum number of drafts, for each row."""
 
     def admit(self, row: int, params: SamplingParams, num_prompt: int) -> None:
         limits = DraftLimits.from_params(params, num_prompt, num_drafts=self._num_drafts, max_context=self._max_len)
         self._set(row, limits.reach, limits.max_drafts)
 
     def exclude(self, row: int) -> None:
-        """Stop drafting for the row until a request is admitted to it."""
+        """Disable drafting for the row until another request is admitted to it."""
         self._set(row, int(self._limits_np[row, 0]), 0)
 
     def _set(self, row: int, reach: int, max_drafts: int) -> None:
         self._limits_np[row] = reach, max_drafts
 
     def compute_max_drafts(self, rows_np: np.ndarray, lengths_np: np.ndarray, limit: int | np.ndarray) -> np.ndarray:
-        """Return how many drafts rows of these lengths can use, as int32 [B], at most `limit`."""
+        """Return int32 [B]: how many drafts rows of these lengths can use, at most `limit`."""
         limits_B2, lengths_B = torch.from_numpy(self._limits_np[rows_np]), torch.from_numpy(lengths_np)
         return np.minimum(apply_limits(limits_B2, lengths_B).numpy(), limit).astype(np.int32)
 
 
 def apply_limits(limits_B2: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """Return how many drafts rows of these lengths can use, as int32 [B]."""
+    """Return int32 [B]: how many drafts rows of these lengths can use."""
     return torch.minimum(limits_B2[:, 0] - lengths_B, limits_B2[:, 1]).clamp(min=0).int()

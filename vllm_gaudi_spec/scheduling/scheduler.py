@@ -1,6 +1,6 @@
-"""vLLM's schedulers with adaptive verification, drafter health, audits and our own metrics.
+"""vLLM's schedulers, extended with adaptive verification, drafter health checks, audits, and the plugin's metrics.
 
-The platform always sets `scheduler_cls` to one of them.
+The platform always sets `scheduler_cls` to one of these classes.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class RequestDrafts(RequestSpecDecodeMetrics):
-    """vLLM's per-request metrics, counting only steps that verified a draft of the request."""
+    """vLLM's per-request metrics, counting only steps that verified at least one of the request's drafts."""
 
     def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
-        # vLLM calls this at every step that had placeholders for drafts, which may all be padding.
+        # vLLM calls this for every step with draft placeholders, all of which may be padding.
         if num_draft_tokens:
             super().observe(num_draft_tokens, num_accepted, detailed)
 
 
 class _Speculating(Scheduler):
-    """Mixin that goes before one of vLLM's schedulers."""
+    """Mixin to be placed before one of vLLM's schedulers in a class's bases."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         caches_prefixes = vllm_config.cache_config.enable_prefix_caching
-        # Prefixes of models without KV are found only by their snapshots. vLLM's KV cache manager asserts that there is
-        # KV to look up, so it is built without prefix caching.
+        # If a model has no KV, its cached prefixes are found only by their snapshots. vLLM's KV cache manager asserts
+        # that there is KV to look up, so it is created without prefix caching.
         vllm_config.cache_config.enable_prefix_caching = caches_prefixes and bool(kv_cache_config.kv_cache_groups)
         if vllm_config.kv_transfer_config is not None:
             upstream.recompute_resumed_requests()
@@ -92,26 +92,26 @@ class _Speculating(Scheduler):
             self._audits = Audits(options.audit_every, self.vllm_config, speculation, self.step_metrics)
         self._snapshots: Snapshots | None = None
         self._num_local: dict[str, int] = {}
-        """Maps a request being scheduled to the number of tokens found in the prefix cache."""
+        """Maps a request being scheduled to the number of its tokens found in the prefix cache."""
         self._starts: dict[str, int] = {}
         """Maps a request being scheduled to the number of tokens covered by its snapshot."""
         if num_slots := num_snapshots(self.vllm_config, options.state_snapshots):
             self.keep_snapshots(num_slots)
         self._block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
         self._num_chosen = 0
-        """The number of drafts per row that was chosen in the most recent step."""
+        """Number of drafts per row that was chosen in the latest step."""
         self._last: tuple[float, AdaptiveStep | None] = (0.0, None)
-        """When the most recent step ended, and the facts about it."""
+        """When the latest step ended, and its `AdaptiveStep`."""
 
     def keep_snapshots(self, num_slots: int) -> None:
-        """Keep snapshots of recurrent states in `num_slots` slots, for the prefix cache."""
+        """Keep up to `num_slots` snapshots of recurrent states for the prefix cache."""
         self._snapshots = Snapshots(
             num_slots,
             block_size=self.block_size,
             hash_size=self.hash_block_size,
             drops_a_block=self.use_eagle_block_drop,
         )
-        self.need_mamba_block_aligned_split = True  # now vLLM asks `_mamba_block_aligned_split`
+        self.need_mamba_block_aligned_split = True  # vLLM now calls `_mamba_block_aligned_split`
 
     def add_request(self, request: Request) -> None:
         if self._audits is not None and request.client_index != AUDITOR:
@@ -121,7 +121,7 @@ class _Speculating(Scheduler):
         if request.spec_decode_metrics is not None:  # --per-request-spec-decode-metrics
             request.spec_decode_metrics = RequestDrafts.new(self.num_spec_tokens)
 
-    # --- while a step is scheduled ---
+    # --- scheduling a step ---
 
     def schedule(self, throttle_prefills: bool = False) -> SpecSchedulerOutput:
         if self._audits is not None and self._is_idle():
@@ -133,14 +133,14 @@ class _Speculating(Scheduler):
         if self.connector is not None:
             scheduled.loaded_blocks = self._list_loaded_blocks(scheduled)
         if not self.use_v2_model_runner:
-            # vLLM leaves out images whose tokens are in the prefix cache. After a preemption those may no longer be
-            # cached, and vLLM does not send the images again.
+            # vLLM omits images whose tokens are in the prefix cache. After a preemption, these tokens may no longer be
+            # cached, but vLLM does not send the images again.
             for new in scheduled.scheduled_new_reqs:
                 new.mm_features = self.requests[new.req_id].mm_features
         if self._snapshots is not None:
             self._copy_states(self._snapshots, scheduled)
         self._apply_health(scheduled)
-        # Audits never share a step with clients' requests.
+        # Audits never share a step with client requests.
         scheduled.is_audit = any(
             self.requests[req_id].client_index == AUDITOR for req_id in scheduled.num_scheduled_tokens
         )
@@ -153,13 +153,13 @@ class _Speculating(Scheduler):
     def _try_schedule_encoder_inputs(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int, *args: Any, **named: Any
     ) -> tuple[list[int], int, int, list[int], list[int]]:
-        # Even with --disable-chunked-mm-input, vLLM splits an image at which a chunk begins.
+        # Even with --disable-chunked-mm-input, vLLM splits an image if a chunk begins with it.
         if self.vllm_config.model_config.is_mm_prefix_lm:
             num_new_tokens = limit_to_whole_images(request.mm_features, num_computed_tokens, num_new_tokens)
         return super()._try_schedule_encoder_inputs(request, num_computed_tokens, num_new_tokens, *args, **named)
 
     def _get_local_prefix_cache_hit(self, request: Request, *limit: int | None) -> tuple[KVCacheBlocks, int, int, bool]:
-        """Return vLLM's prefix cache hit, cut to the longest prefix that has a snapshot of the recurrent states."""
+        """Return vLLM's prefix cache hit, shortened to the longest prefix with a snapshot of its recurrent states."""
         blocks, num_found, boundary, diverged = super()._get_local_prefix_cache_hit(request, *limit)
         self._num_local[request.request_id] = num_found
         if self._snapshots is None or not self.kv_cache_manager.prefix_cache_lookup_enabled(request):
@@ -167,7 +167,7 @@ class _Speculating(Scheduler):
         groups = self.kv_cache_config.kv_cache_groups
         num_cut = self._snapshots.longest(request, num_found if groups else request.num_tokens - 1)
         if groups and num_cut < num_found:
-            # With a sliding window, the blocks before an earlier boundary may be gone.
+            # With a sliding window, the blocks before an earlier boundary may have been freed.
             if not all(_keeps_all_tokens(group.kv_cache_spec) for group in groups):
                 num_cut = 0
             blocks, boundary = self.kv_cache_manager.truncate_computed_blocks(blocks, num_cut), num_found
@@ -175,7 +175,7 @@ class _Speculating(Scheduler):
         return blocks, num_cut, boundary, diverged
 
     def _list_loaded_blocks(self, scheduled: SpecSchedulerOutput) -> list[int]:
-        """Return the blocks with tokens that the connector loads and the prefix cache did not have."""
+        """Return the blocks whose tokens the connector loads because the prefix cache did not have them."""
         found: list[int] = []
         for req_id, num_local in self._num_local.items():
             end = self.requests[req_id].num_computed_tokens - scheduled.num_scheduled_tokens.get(req_id, 0)
@@ -191,16 +191,16 @@ class _Speculating(Scheduler):
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """Return how many tokens to compute in this step, so that a prompt chunk ends where a snapshot is useful.
+        """Return how many tokens to compute in this step so that the prompt chunk ends where a snapshot is useful.
 
-        vLLM's own answer is for states that live in KV blocks.
+        vLLM's own implementation is for states that are stored in KV blocks.
         """
         assert self._snapshots is not None
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
         return self._snapshots.cut(request, start, num_new_tokens)
 
     def _copy_states(self, snapshots: Snapshots, scheduled: SpecSchedulerOutput) -> None:
-        """Tell the workers which snapshots to load before the step and to save after it."""
+        """Tell the workers which snapshots to load before the step and which to save after it."""
         for req_id in scheduled.num_scheduled_tokens:
             if num_tokens := self._starts.get(req_id):
                 request = self.requests[req_id]
@@ -211,7 +211,7 @@ class _Speculating(Scheduler):
             request = self.requests[req_id]
             if request.client_index == AUDITOR:
                 continue
-            end = request.num_computed_tokens  # already includes the tokens of this step
+            end = request.num_computed_tokens  # already includes this step's tokens
             if (slot := snapshots.keep(request, end - num_tokens, end)) is not None:
                 scheduled.state_saves[req_id] = slot
 
@@ -223,7 +223,7 @@ class _Speculating(Scheduler):
             self._draft_counts.exclude(scheduled.drafter_status.excluded)
 
     def _choose_num_drafts(self, scheduled: SpecSchedulerOutput, step_times: StepTimes, acceptance: Acceptance) -> None:
-        """Choose how many drafts per row follow the step."""
+        """Choose the number of drafts per row to make after the step."""
         acceptance.forget(scheduled.finished_req_ids)
         before, self._num_chosen = self._num_chosen, 0
         sampling = self._sampling_requests(scheduled)
@@ -243,19 +243,19 @@ class _Speculating(Scheduler):
         )
 
     def _sampling_requests(self, scheduled: SchedulerOutput) -> list[str]:
-        """Return the requests that sample in this step. Only they can use drafts."""
+        """Return the requests that sample in this step. Only these requests can use drafts."""
         return [req_id for req_id in scheduled.num_scheduled_tokens if not self.requests[req_id].is_prefill_chunk]
 
     def _limit_drafts(self, scheduled: SpecSchedulerOutput, max_drafts: int, reason: str) -> None:
-        """Limit the drafts per row after the step. `reason` is why there are none, if `max_drafts` is 0."""
+        """Limit the number of drafts per row after the step. If `max_drafts` is 0, `reason` says why."""
         scheduled.num_spec_tokens_to_schedule, scheduled.skip_reason = max_drafts, reason
         for req_id in self._sampling_requests(scheduled):
-            # With async scheduling a request already has placeholders for its next drafts, in a list that requests
+            # With async scheduling, a request already has placeholders for its next drafts, in a list that requests
             # share.
             request = self.requests[req_id]
             request.spec_token_ids = request.spec_token_ids[:max_drafts]
 
-    # --- when a step is done ---
+    # --- processing a step's output ---
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         assert isinstance(scheduler_output, SpecSchedulerOutput)
@@ -279,8 +279,8 @@ class _Speculating(Scheduler):
         if self._draft_counts is not None and not scheduled.is_audit:
             self._draft_counts.observe(self.requests, scheduled, output)
         self._observe_rounds(output.draft_rounds)
-        # vLLM counts scheduled drafts. Some are padding if the drafter proposed fewer, all are with async scheduling.
-        # These numbers are subtracted from vLLM's statistics only: rejected positions are freed as before.
+        # vLLM counts scheduled drafts. If the drafter proposed fewer, some of them are padding; with async scheduling,
+        # all are. These counts only correct vLLM's statistics: rejected positions are still freed as before.
         scheduled.num_invalid_spec_tokens = {
             req_id: len(tokens) - output.num_real_drafts.get(req_id, 0)
             for req_id, tokens in scheduled.scheduled_spec_decode_tokens.items()
@@ -305,11 +305,11 @@ class _Speculating(Scheduler):
             self.step_metrics.set(metrics.COVERAGE, share, vocabulary)
 
     def _measure(self, step_times: StepTimes, done: AdaptiveStep | None) -> bool:
-        """Measure the time since the previous step, and return whether both steps had the same shape."""
+        """Measure the time since the previous step. Return whether both steps had the same shape."""
         now = time.perf_counter()
         (before, last), self._last = self._last, (now, done)
         if done is None or last is None or not (done.only_decodes and last.only_decodes):
-            return False  # steps with prompts are not comparable, nor is the next: the engine may have waited
+            return False  # a step with prompts is not comparable, nor is the next step: the engine may have waited
         steady = done == last and done.num_verified == done.num_drafts
         if steady:
             step_times.observe(done.batch_size, done.num_verified, now - before)
@@ -318,7 +318,7 @@ class _Speculating(Scheduler):
     def _observe_acceptance(
         self, acceptance: Acceptance, num_chosen: int, output: SpeculativeOutput, *, steady: bool
     ) -> None:
-        """Count accepted drafts. `num_chosen` drafts per row were chosen for the step to verify."""
+        """Record accepted drafts. `num_chosen` is the number of drafts per row that the step was chosen to verify."""
         if not num_chosen:
             acceptance.observe_idle(output.num_real_drafts)
         for req_id, num_drafts in output.num_real_drafts.items():
@@ -327,22 +327,22 @@ class _Speculating(Scheduler):
             if req_id not in self.requests or req_id in output.started or not tokens:
                 continue
             if num_drafts or (num_chosen and steady):
-                # After a pause a drafter may need some steps before it drafts. Later it proposes nothing, which yields
-                # as little as a rejected draft.
+                # After a pause, a drafter may need a few steps before it proposes drafts. After that, proposing nothing
+                # counts like a rejected draft.
                 acceptance.observe(req_id, num_drafts, len(tokens) - 1)
 
     # --- idle steps ---
 
     def _is_idle(self) -> bool:
-        """Whether no client has a request."""
+        """Whether no client has any requests."""
         return self._pause_state == PauseState.UNPAUSED and self.get_request_counts() == (0, 0)
 
     def shut_down(self) -> None:
-        """Drop audits: an engine that shuts down waits for clients' requests only."""
+        """Drop audits, since an engine that shuts down should wait only for client requests."""
         self._drop_audits()
 
     def _take_audits(self, audits: Audits, ours: EngineCoreOutputs, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Process the outputs of audits, which no front end sees; their statistics go with any client's outputs."""
+        """Process audit outputs, which no front end receives. Their statistics join the outputs for client 0."""
         for output in ours.outputs:
             audits.observe(output)
         if ours.scheduler_stats is not None:
@@ -372,18 +372,18 @@ class _Speculating(Scheduler):
         super().set_pause_state(pause_state)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
-        """Reset the prefix cache. Audits are dropped: their blocks would prevent it."""
+        """Reset the prefix cache and drop audits, whose blocks would prevent a reset."""
         self._drop_audits()
         stays = bool(self.running) and not reset_running_requests
         if self._snapshots is not None and not self.kv_cache_config.kv_cache_groups and stays:
-            return False  # vLLM checks for used blocks, of which models without KV have none
+            return False  # vLLM checks whether blocks are in use, but models without KV have none
         is_reset = super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
         if is_reset and self._snapshots is not None:
             self._snapshots.clear()
         return is_reset
 
     def get_request_counts(self) -> tuple[int, int]:
-        """Return the counts of clients' requests. There are none while an audit runs."""
+        """Return the numbers of client requests, which are 0 while an audit runs."""
         if self._audits is not None and self._audits.is_running:
             return 0, 0
         return super().get_request_counts()
@@ -395,7 +395,7 @@ class _Speculating(Scheduler):
             return False
         return self._audits.is_running or (self._audits.is_waiting and self._is_idle())
 
-    # --- to the front end ---
+    # --- reporting to the front end ---
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats, news = super().make_stats(*args, **kwargs), self.step_metrics.take()
@@ -412,7 +412,7 @@ class _Speculating(Scheduler):
         num_invalid_spec_tokens: dict[str, int] | None,
         request_id: str,
     ) -> SpecDecodingStats | None:
-        # Steps that verified no draft of a request would lower the mean acceptance length.
+        # Steps that verified none of a request's drafts would lower the mean acceptance length.
         if num_draft_tokens == (num_invalid_spec_tokens or {}).get(request_id, 0):
             return spec_decoding_stats
         return super().make_spec_decoding_stats(
@@ -431,7 +431,7 @@ class SpecAsyncScheduler(_Speculating, AsyncScheduler):
 def limit_to_whole_images(features: list[MultiModalFeatureSpec], num_computed: int, num_new: int) -> int:
     """Return how many of a request's `num_new` tokens to compute so that no image is split.
 
-    0 if the chunk would begin with such an image: the request then waits for a step with room for the whole image.
+    The result is 0 if the chunk would begin with an image that does not fit. The request then waits for a later step.
     """
     end = num_computed + num_new
     for feature in features:
@@ -442,7 +442,7 @@ def limit_to_whole_images(features: list[MultiModalFeatureSpec], num_computed: i
 
 
 def _keeps_all_tokens(spec: KVCacheSpec) -> bool:
-    """Whether layers keep the KV of all tokens of a request."""
+    """Whether the layers keep the KV of all of a request's tokens."""
     specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
     return all(isinstance(one, FullAttentionSpec) for one in specs)
 
