@@ -1,8 +1,8 @@
-"""All in-memory patches of vLLM and of the libraries around it.
+"""All in-memory patches to vLLM and related libraries.
 
 Each patch's docstring gives its reason and the condition under which it can be removed. The tests in
-tests/unit/upstream/ fail when upstream changes what a patch depends on. The modules that are not imported here
-re-export private names of vLLM, by topic.
+tests/unit/upstream/ fail when upstream changes what a patch depends on. Modules that are not imported here re-export
+vLLM's private names by topic.
 """
 
 from collections.abc import Iterable

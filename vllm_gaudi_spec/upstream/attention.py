@@ -1,4 +1,4 @@
-"""vLLM's attention layers around kernels of this platform."""
+"""vLLM's attention layers, adapted to this platform's kernels."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def return_attention_outputs(impl_class: type, attend_layer: Callable[..., torch.Tensor]) -> None:
-    """Let attention layers with an implementation of `impl_class` return the tensor that `attend_layer` makes.
+    """Make attention layers with an implementation of `impl_class` return the tensor computed by `attend_layer`.
 
-    Reason: vLLM's layer allocates the output and lets the implementation write it through a view. HPU graphs do not
-    support in-place writes through views (Intel's documentation of HPU Graphs, limitations), so vllm-gaudi replaces
-    this forward too. An output buffer would also be one more input that each captured graph keeps.
-    Remove when: upstream's layer takes the output from its implementation.
+    Reason: vLLM's layer allocates the output, and the implementation writes to it through a view. HPU graphs do not
+    support in-place writes through views (see the limitations in Intel's HPU Graphs documentation), so vllm-gaudi
+    replaces this forward too. An output buffer would also be another input that each captured graph keeps in memory.
+    Remove when: upstream's layer uses the output that its implementation returns.
     """
     from vllm.model_executor.layers.attention.attention import Attention
 
@@ -45,11 +45,11 @@ def return_attention_outputs(impl_class: type, attend_layer: Callable[..., torch
 
 
 def make_mla_layers(layer_class: type) -> None:
-    """Make all MLA layers instances of `layer_class`, which derives from vLLM's class.
+    """Make all MLA layers instances of `layer_class`, a subclass of vLLM's class.
 
-    Reason: vLLM's models and its transformers backend name the class of the layer, whose forward expects the metadata
-    of upstream's own backends. Unlike the wrapper around it, the class cannot be registered out of tree.
-    Remove when: a platform can register its own `MLAAttention`.
+    Reason: vLLM's models and its transformers backend refer directly to the layer class, whose forward expects the
+    metadata of upstream's backends. Unlike the wrapper around it, this class cannot be registered out of tree.
+    Remove when: a platform can register an `MLAAttention` subclass.
     """
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 

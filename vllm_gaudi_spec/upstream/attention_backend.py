@@ -1,7 +1,7 @@
-"""The base classes of attention backends, and the context of a forward pass, in which layers find their metadata.
+"""The base classes of attention backends, and the forward context, in which layers find their metadata.
 
-Breaks when vLLM asks a backend, its metadata builder or its implementation for something else, or when
-`set_forward_context` takes other arguments.
+Breaks if vLLM changes the interface of backends, metadata builders, or implementations, or the arguments of
+`set_forward_context`.
 """
 
 from vllm.forward_context import get_forward_context, is_forward_context_available, set_forward_context

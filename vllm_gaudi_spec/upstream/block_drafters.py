@@ -1,7 +1,7 @@
-"""vLLM's classes and settings of DFlash, DFlash2 and DSpark drafters.
+"""vLLM's classes and settings for DFlash, DFlash2, and DSpark drafters.
 
-Breaks when a class or a function is renamed, or when the classes name the parts of an attention layer differently
-(`drafting/block.py` projects keys and values with them).
+Breaks if a class or function is renamed, or if the parts of an attention layer are renamed (`drafting/block.py` uses
+them to project keys and values).
 """
 
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ _V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 @contextmanager
 def allow_mixed_windows() -> Iterator[None]:
-    """Let drafters that mix layers with and without a sliding window be built.
+    """Allow drafters that mix layers with and without a sliding window.
 
-    Reason: upstream builds them for its second runner only, since its first has one KV cache group for a drafter. Ours
-    has as many as the layers need.
-    Remove when: `_resolve_layer_attention` asks a platform whether it has several groups.
+    Reason: upstream supports them only in its second runner, since its first runner has one KV cache group per drafter.
+    Our runner has as many groups as the layers need.
+    Remove when: `_resolve_layer_attention` asks the platform whether it supports several groups.
     """
     before = envs.__dict__.get(_V2_RUNNER)
     setattr(envs, _V2_RUNNER, True)

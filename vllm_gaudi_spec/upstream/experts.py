@@ -1,4 +1,4 @@
-"""How vLLM's CPU kernels choose experts."""
+"""How vLLM's CPU kernels select experts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from vllm_gaudi_spec.upstream.patching import patches
 
 @patches("vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter.__init__")
 def score_cpu_experts_by_sigmoid(original: Callable[..., None], router: Any, *args: Any, **named: Any) -> None:
-    """Let vLLM's CPU router score experts by sigmoid for models without expert groups.
+    """Make vLLM's CPU router score experts by sigmoid for models without expert groups.
 
-    Reason: upstream supports this only with groups, and raises AssertionError in the first forward of MiniMax M2. A
-    single group is equivalent.
+    Reason: upstream supports this only with groups and raises AssertionError in the first forward of MiniMax M2. Using
+    a single group is equivalent.
     Remove when: `CPURouter` supports sigmoid without groups.
     """
     original(router, *args, **named)
@@ -25,14 +25,15 @@ def score_cpu_experts_by_sigmoid(original: Callable[..., None], router: Any, *ar
 def assign_cpu_experts(
     original: Callable[..., Any], experts: Any, *, topk_ids: Any, topk_weights: Any, expert_map: Any, **others: Any
 ) -> Any:
-    """Let vLLM's CPU kernel for mixtures of experts skip the experts of other ranks.
+    """Make vLLM's CPU kernel for mixtures of experts skip experts that belong to other ranks.
 
-    Reason: with `--enable-expert-parallel` a rank has the weights of some experts, but tokens are also routed to
-    others. Upstream's kernel does not get the map of the rank's experts, and reads past the end of its weights.
+    Reason: with `--enable-expert-parallel`, a rank has the weights of only some experts, but tokens are also routed to
+    other experts. Upstream's kernel does not receive the rank's expert map and reads past the end of the rank's
+    weights.
     Remove when: `CPUUnquantizedExperts.apply` uses `expert_map`.
     """
     if expert_map is not None:
         local_ids = expert_map[topk_ids]
-        # The kernel has no index for "none": another rank's expert becomes our first one, with weight 0.
+        # The kernel has no index for "none", so another rank's expert is replaced by our first one with weight 0.
         topk_weights, topk_ids = topk_weights.where(local_ids >= 0, 0.0), local_ids.clamp(min=0)
     return original(experts, topk_ids=topk_ids, topk_weights=topk_weights, expert_map=None, **others)

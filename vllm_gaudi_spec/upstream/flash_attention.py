@@ -1,7 +1,7 @@
-"""FlashAttention, which vLLM builds into its CUDA wheel.
+"""FlashAttention, which is included in vLLM's CUDA wheel.
 
-Reason: its kernels are the fastest for long prompts, and they read paged KV. Condition of removal: PyTorch has kernels
-for sequences of several lengths over paged KV. Test: `tests/unit/devices/test_cuda_prompts.py`.
+Reason: its kernels are the fastest ones for long prompts, and they read paged KV. Condition of removal: PyTorch has
+kernels for sequences of different lengths with paged KV. Test: `tests/unit/devices/test_cuda_prompts.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = init_logger(__name__)
 def find_flash_attention() -> Callable[..., torch.Tensor] | None:
     """Return vLLM's `flash_attn_varlen_func`, or None if vLLM has no FlashAttention 3 for this GPU.
 
-    FlashAttention 2 has a kernel instance for each sequence that may exist, and most of them would be empty.
+    FlashAttention 2 starts a kernel instance for each potential sequence, and most of these would be empty.
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return None

@@ -1,6 +1,6 @@
-"""The specifications of KV caches, how layers are grouped by them, and the base class of the layers that have one.
+"""KV cache specifications, the grouping of layers by specification, and the base class of layers with a KV cache.
 
-Breaks when a specification gets another field, or layers are grouped by another rule.
+Breaks if a specification gets a new field, or if the rule for grouping layers changes.
 """
 
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase

@@ -1,7 +1,7 @@
-"""Layers of vLLM's models, with the methods and parameters of linear ones.
+"""Layers of vLLM's models, and the methods and parameters of linear layers.
 
-Breaks when a layer that we subclass or replace has another constructor or another forward, a method is asked for
-something else, or a parameter is loaded in another way.
+Breaks if the constructor or forward of a layer that we subclass or replace changes, if the interface of a method
+changes, or if a parameter is loaded differently.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""How models are loaded, and the accelerator calls around it."""
+"""Model loading, and the accelerator calls around it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from vllm_gaudi_spec.config import UnsupportedConfigError, explain_pickled_weights
 from vllm_gaudi_spec.upstream.patching import do_nothing, patches, replaced, wrap
 
-# Functions of torch.accelerator that vLLM calls after loading, to measure memory and at shutdown, whatever the platform
-# -> the function of the device's own module, such as torch.hpu; None: a no-op.
+# Maps functions of torch.accelerator that vLLM calls after loading, to measure memory, and at shutdown, on any
+# platform, to functions of the device's own module, such as torch.hpu. None means a no-op.
 _ACCELERATOR_CALLS = {
     "empty_cache": None,
     "empty_host_cache": None,
@@ -22,17 +22,17 @@ _ACCELERATOR_CALLS = {
 
 
 def answer_accelerator_calls(device_type: str) -> None:
-    """Forward vLLM's calls of `torch.accelerator` to the device's own module, or ignore them on a CPU.
+    """Forward vLLM's calls to `torch.accelerator` to the device's own module, or ignore them on a CPU.
 
-    Reason: torch's functions need an allocator that Gaudi's bridge and older releases of torch_npu do not have
-    ("Allocator for hpu is not a DeviceAllocator"), although torch sees the card as its accelerator. They also raise on
-    a CPU, and vLLM guards only some of the calls. So the platform decides, instead of
+    Reason: torch's functions need an allocator that the Gaudi bridge and older torch_npu releases do not have
+    ("Allocator for hpu is not a DeviceAllocator"), although torch treats the card as its accelerator. They also raise
+    errors on a CPU, and vLLM guards only some of the calls. Therefore, the platform decides, not
     `torch.accelerator.is_available()`.
-    Remove when: upstream calls the platform instead, and never torch.accelerator.
+    Remove when: upstream always calls the platform instead of torch.accelerator.
     """
     import torch
 
-    if device_type == "cuda" or (device_type == "cpu" and torch.accelerator.is_available()):  # torch's own work
+    if device_type == "cuda" or (device_type == "cpu" and torch.accelerator.is_available()):  # torch handles them
         return
     for name, own_name in _ACCELERATOR_CALLS.items():
         if device_type == "cpu" and name == "get_memory_info":
@@ -54,19 +54,19 @@ def _asking(device_type: str, own_name: str) -> Callable[..., Any]:
     def ask_the_device(*args: Any, **named: Any) -> Any:
         import torch
 
-        # Looked up at the call: the device's module is registered after this.
+        # The module is looked up when the function is called, since it is registered later.
         return getattr(torch.get_device_module(device_type), own_name)(*args, **named)
 
     return ask_the_device
 
 
 def device_type_while_loading(device_type: str | None) -> AbstractContextManager[None]:
-    """Within the context, models see `device_type` as the platform's device type; None keeps the platform's own.
+    """Within the context, make models see `device_type` as the platform's device type. None keeps the platform's own.
 
     Reason: the constructors of some models (DeepSeek, MiniCPM) create tensors on `current_platform.device_type`,
-    whatever device they are loaded on. A Gaudi loads weights on the host: a part of the model on the card would be
-    filled by one small program per copy, and an operator on both parts fails (quirk S16).
-    Remove when: no model of upstream's does that.
+    regardless of the device on which they are loaded. A Gaudi loads weights on the host: each copy to a part of the
+    model on the card would run a separate small graph, and an operator on tensors from both devices fails (quirk S16).
+    Remove when: no upstream model does this.
     """
     from vllm.platforms import current_platform
 
@@ -77,11 +77,11 @@ def device_type_while_loading(device_type: str | None) -> AbstractContextManager
 def refuse_pickled_weights(
     original: Callable[..., Any], loader: Any, model_name_or_path: str, *more: Any, **named: Any
 ) -> Any:
-    """Let vLLM's loader read safetensors only.
+    """Make vLLM's loader read only safetensors.
 
-    Reason: if a folder has none, it falls back to pickles (*.bin, *.pt), and reading a pickle runs a program from the
-    file. torch restricts what such a program can do, but not running it is safer.
-    Remove when: upstream refuses pickles, or has an option to refuse them.
+    Reason: if a folder has none, the loader falls back to pickles (*.bin, *.pt), and reading a pickle runs code from
+    the file. torch restricts what such code can do, but not running it is safer.
+    Remove when: upstream refuses pickles or has an option to do so.
     """
     found = original(loader, model_name_or_path, *more, **named)
     _, files, are_safetensors, _ = found
@@ -93,10 +93,10 @@ def refuse_pickled_weights(
 def list_unloaded_matrices(unloaded: list[tuple[str, Any]]) -> AbstractContextManager[None]:
     """Within the context, append the matrices of loaded models that the checkpoint does not fill, with their modules.
 
-    Matrices of integers or FP8 are not listed.
-    Reason: upstream checks only classes whose `load_weights` returns the names that it loaded. Those of most heads
-    return nothing, and a head whose checkpoint uses other names would draft from uninitialized memory.
-    Remove when: the classes of all heads return the names.
+    Matrices of integers or FP8 values are not listed.
+    Reason: upstream checks only classes whose `load_weights` returns the names of the loaded weights. For most heads,
+    it returns nothing, and a head whose checkpoint uses different names would draft from uninitialized memory.
+    Remove when: `load_weights` returns the names for all head classes.
     """
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -106,7 +106,7 @@ def list_unloaded_matrices(unloaded: list[tuple[str, Any]]) -> AbstractContextMa
         for name, parameter in model.named_parameters():
             is_float = parameter.is_floating_point() and parameter.element_size() > 1  # FP8 has no test for NaN
             if parameter.dim() > 1 and is_float and not parameter.is_meta:
-                # One number of each row, since vLLM joins several matrices into one.
+                # Check one value in each row, since vLLM merges several matrices into one.
                 yield name, parameter.data[..., 0]
 
     def load_weights(loader: Any, model: Any, model_config: Any) -> None:
@@ -121,11 +121,11 @@ def list_unloaded_matrices(unloaded: list[tuple[str, Any]]) -> AbstractContextMa
 
 
 def read_weights(read: Callable[..., Any]) -> None:
-    """Let vLLM's loader give a model `read(tensors, model_config, model)` in place of the tensors of its files.
+    """Make vLLM's loader pass a model `read(tensors, model_config, model)` instead of the tensors from its files.
 
-    Reason: a quantized checkpoint is dequantized while it is read, and a loader of our own would need --load-format,
-    which belongs to the user.
-    Remove when: a quantization method of vLLM's can change the tensors of a checkpoint.
+    Reason: a quantized checkpoint is dequantized while it is read. A custom loader would require --load-format, which
+    is reserved for the user.
+    Remove when: a vLLM quantization method can change a checkpoint's tensors.
     """
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -136,10 +136,10 @@ def read_weights(read: Callable[..., Any]) -> None:
 
 
 def choose_cpu_linears(choose: Callable[..., None]) -> None:
-    """Let `choose(original, layer, remove_weight)` choose the kernel of each linear layer on a CPU.
+    """Make `choose(original, layer, remove_weight)` select the kernel for each linear layer on a CPU.
 
-    Reason: vLLM packs each weight for oneDNN at load and drops the original, so that it cannot be converted later, and
-    it has no option for another kernel.
+    Reason: vLLM packs each weight for oneDNN at load time and drops the original, so the weight cannot be converted
+    later, and vLLM has no option for another kernel.
     Remove when: `dispatch_cpu_unquantized_gemm` takes the kernel as an option.
     """
     from vllm.model_executor.layers import utils
@@ -148,10 +148,10 @@ def choose_cpu_linears(choose: Callable[..., None]) -> None:
 
 
 def take_kimi_linear_of_plain_layers() -> None:
-    """Let vLLM load the class of Kimi Linear that it uses on ROCm.
+    """Make vLLM load the Kimi Linear class that it uses on ROCm.
 
-    Reason: vLLM has two classes. The one for every platform but ROCm and TPU uses CUDA streams and an attention layer
-    around CUDA kernels. The one for ROCm consists of layers that a platform can replace.
+    Reason: vLLM has two classes. The one for every platform except ROCm and TPU uses CUDA streams and an attention
+    layer based on CUDA kernels. The one for ROCm consists of layers that a platform can replace.
     Remove when: the class that upstream uses for out-of-tree platforms has `MLAAttention`.
     """
     from vllm.models import kimi_k3
@@ -162,20 +162,20 @@ def take_kimi_linear_of_plain_layers() -> None:
 
 @patches("vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn:set_triton_allocator")
 def construct_olmo_hybrid_without_triton(original: Callable[..., None], *args: Any, **named: Any) -> None:
-    """Let the recurrent layers of OLMo Hybrid be constructed without Triton.
+    """Allow OLMo Hybrid's recurrent layers to be constructed without Triton.
 
-    Reason: their constructor sets Triton's allocator for kernels that do not run here, and raises AttributeError.
+    Reason: their constructor sets Triton's allocator for kernels that are not used here, and raises AttributeError.
     Remove when: upstream sets the allocator where it calls the kernels.
     """
 
 
 @patches("vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn:_make_fused_conv1d_weight_loader")
 def load_convolutions_of_olmo_hybrid(original: Callable[..., Any], *sizes: Any, **named: Any) -> Callable[..., None]:
-    """Tell OLMo Hybrid's loader which of a layer's three convolutions a weight belongs to.
+    """Tell OLMo Hybrid's weight loader to which of a layer's three convolutions a weight belongs.
 
-    Reason: upstream stores this on the tensor, where its linear layers look for it. The loader of a convolution's
-    parameter expects an argument instead, which it is not given, and raises TypeError.
-    Remove when: `AutoWeightsLoader` passes the argument, or that loader looks at the tensor.
+    Reason: upstream stores this on the tensor, where its linear layers look for it. The loader for a convolution's
+    parameter instead expects an argument, which it does not receive, and raises TypeError.
+    Remove when: `AutoWeightsLoader` passes the argument, or the parameter's loader reads it from the tensor.
     """
     load = original(*sizes, **named)
 

@@ -1,6 +1,6 @@
-"""Layers with adapters, and the managers that load and activate adapters.
+"""Layers with adapters, and managers that load and activate adapters.
 
-Breaks when the managers keep adapters in another form; `lora/` derives from both of them.
+Breaks if the managers store adapters differently. `lora/` subclasses both managers.
 """
 
 from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA

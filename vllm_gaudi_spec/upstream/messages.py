@@ -1,4 +1,4 @@
-"""Messages for users: log lines, and the last line of an error."""
+"""User-facing messages: log lines, and the last line of an error."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from vllm_gaudi_spec.upstream.patching import patches, wrap
 
 
 def share_vllm_logging() -> None:
-    """Log through vLLM's handlers, at its level.
+    """Log through vLLM's handlers, at vLLM's log level.
 
-    Reason: its handlers serve only loggers below `vllm`.
+    Reason: vLLM's handlers apply only to loggers below `vllm`.
     Remove when: upstream configures the loggers of its plugins as well.
     """
     ours, theirs = logging.getLogger("vllm_gaudi_spec"), logging.getLogger("vllm")
@@ -27,10 +27,10 @@ def share_vllm_logging() -> None:
 
 
 def quiet_our_scheduler() -> None:
-    """Suppress vLLM's warning about a custom scheduler class if the class is this platform's.
+    """Suppress vLLM's warning about a custom scheduler class if it is this platform's class.
 
-    Reason: vLLM logs it for every class outside vLLM, with the warning that async scheduling may be off, which ours
-    supports. It is still logged for a class that the user names.
+    Reason: for every scheduler class outside vLLM, vLLM warns that async scheduling may be off, but our schedulers
+    support it. The warning still appears for a class that the user specifies.
     Remove when: upstream accepts a platform's scheduler class without a warning.
     """
     logging.getLogger("vllm.config.scheduler").addFilter(_is_not_of_our_scheduler)
@@ -47,11 +47,11 @@ _TWO_PLATFORMS = "Only one platform plugin can be activated"
 def end_errors_with_their_message(
     original: Callable[..., None], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print the message of an uncaught error in one line after its traceback, with a remedy if there are two platform
+    """Print an uncaught error's message in one line after its traceback, with a remedy if there are two platform
     plugins.
 
-    Print no traceback if vLLM cannot run in this installation.
-    Reason: pydantic ends its reports with a link, and vLLM's message about two plugins suggests no remedy.
+    If vLLM cannot run in this installation, print no traceback.
+    Reason: pydantic ends its error messages with a link, and vLLM's message about two plugins suggests no remedy.
     Remove when: upstream's command line reports user mistakes without a traceback.
     """
     if not issubclass(kind, UnusableInstallationError):
@@ -65,14 +65,14 @@ def end_errors_with_their_message(
 
 _FAILED = "failed to start."
 _failure_file: Any = None
-"""Open until the next engine starts, and gone with this process."""
+"""The file stays open until the next engine starts, and is deleted when this process ends."""
 
 
 def name_the_cause_of_a_failed_start() -> None:
-    """Let a front end whose engine could not start raise the error of the engine or of its worker.
+    """If an engine fails to start, make the front end raise the error from the engine or its worker.
 
-    Reason: that error is in the log of another process, and the front end's own error is "See root cause above".
-    Remove when: the error of `wait_for_engine_startup` contains the engine's.
+    Reason: that error appears only in another process's log, and the front end's own error is "See root cause above".
+    Remove when: the error from `wait_for_engine_startup` contains the engine's error.
     """
     from vllm.v1.engine import utils
 
@@ -92,9 +92,9 @@ def _start_with_a_failure_file(original: Callable[..., None], manager: Any, *arg
 def _note_failure(record: logging.LogRecord) -> bool:
     path = start_failure_file()
     if record.exc_info and record.exc_info[1] and _FAILED in record.getMessage() and path:
-        # Without room for the file the log has the error all the same.
+        # If there is no room for the file, the log still contains the error.
         with suppress(OSError):
-            # A worker is first; its engine then reports only that a worker failed.
+            # A worker writes first; its engine then reports only that a worker failed.
             if not path.stat().st_size:
                 path.write_text(in_one_line(record.exc_info[1]), encoding="utf-8")
     return True

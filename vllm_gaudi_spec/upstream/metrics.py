@@ -1,4 +1,4 @@
-"""Our metrics beside vLLM's."""
+"""This plugin's metrics, in addition to vLLM's."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _FIELD = metrics.STATS_FIELD
 
 
 def carry_metrics() -> None:
-    """Add the metrics of `metrics.py` to vLLM's, with and without speculation.
+    """Add the metrics in `metrics.py` to vLLM's, with and without speculation.
 
-    Reason: vLLM's scheduler sends a fixed record to the front end, whose loggers show only that record. We add one
-    field to it, which our schedulers fill; vLLM's own figures are unchanged.
-    Remove when: upstream lets a platform send its own figures.
+    Reason: vLLM's scheduler sends a fixed record to the front end, whose loggers show only that record. This patch adds
+    one field, which our schedulers fill; vLLM's own metrics are unchanged.
+    Remove when: upstream lets a platform send additional metrics.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
     from vllm.v1.metrics.stats import SchedulerStats
 
     if _FIELD not in SchedulerStats.__dataclass_fields__:
-        # Undo what the dataclass decorator did, so that it can run again.
+        # Undo the changes of the dataclass decorator so that it can run again.
         for field in dataclasses.fields(SchedulerStats):
             setattr(SchedulerStats, field.name, field)
         for made in ("__init__", "__repr__", "__eq__"):
@@ -37,10 +37,10 @@ def carry_metrics() -> None:
 
 @patches("vllm.v1.engine.llm_engine:get_metrics_snapshot")
 def list_metrics_of_ours(original: Callable[[], list[Any]]) -> list[Any]:
-    """Let `LLM.get_metrics()` list our series too.
+    """Make `LLM.get_metrics()` list this plugin's series too.
 
     Reason: it selects names that begin with `vllm:`, which is vLLM's own namespace.
-    Remove when: upstream lists the series of platforms.
+    Remove when: upstream lists the series that platforms add.
     """
     from prometheus_client import REGISTRY
     from vllm.v1.metrics.reader import Counter, Gauge
@@ -58,7 +58,7 @@ def list_metrics_of_ours(original: Callable[[], list[Any]]) -> list[Any]:
 
 
 _LABELS = ["model_name", "engine"]
-"""The labels of all of vLLM's series."""
+"""Labels that all vLLM series have."""
 
 
 def _add_metrics(
@@ -81,7 +81,7 @@ def _add_metrics(
 
 
 def _forget_those_of_another_engine() -> None:
-    """Do as vLLM's logger does with its own series when a process creates a second engine."""
+    """Remove the series of a previous engine in this process, as vLLM's logger does with its own series."""
     from prometheus_client import REGISTRY
 
     for collector in list(REGISTRY._collector_to_names):

@@ -1,7 +1,7 @@
-"""What vLLM knows about its model classes, what they exchange, and how they are loaded and run, encoders included.
+"""vLLM's model interfaces and registry, and the functions that load and run models, including encoders.
 
-Breaks when an interface is renamed, a loader takes other arguments, an encoder is run with other inputs, or the cache
-keeps its outputs in another form. The classes themselves are in `decoders.py` and `recurrent.py`.
+Breaks if an interface is renamed, a loader takes different arguments, an encoder takes different inputs, or the cache
+stores encoder outputs differently. The classes themselves are in `decoders.py` and `recurrent.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def find_bidirectional_spans(
 
 
 def position_ids_in_meshgrid(*args: Any, **named: Any) -> Any:
-    """Call the function of that name, whose import needs torchvision, which other models do without."""
+    """Call the vLLM function of the same name. Importing it requires torchvision, which other models do not need."""
     from vllm.model_executor.models.pixtral import position_ids_in_meshgrid
 
     return position_ids_in_meshgrid(*args, **named)

@@ -1,4 +1,4 @@
-"""Tools for patching other people's code, used by upstream/ and integrations/."""
+"""Tools for patching third-party code, used by upstream/ and integrations/."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OURS = "_wrapped_by_gaudi_spec"
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace `owner.name` by a function that calls `wrapper(original, ...)`. Idempotent."""
+    """Replace `owner.name` with a function that calls `wrapper(original, ...)`. Idempotent."""
     original = getattr(owner, name)
     if hasattr(original, _OURS):
         return
@@ -26,10 +26,10 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def patches(*targets: str) -> Callable[[Callable[..., Any]], Callable[[], None]]:
-    """Return a decorator that makes a wrapper a patch: a function that wraps each target in it.
+    """Return a decorator that turns a wrapper into a patch: a function that wraps each target in it.
 
     Args:
-        targets: Functions and methods as `module:function` or `module:Class.method`. A call of the patch imports them.
+        targets: Functions or methods, as `module:function` or `module:Class.method`. Calling the patch imports them.
     """
 
     def make_patch(wrapper: Callable[..., Any]) -> Callable[[], None]:
@@ -48,7 +48,7 @@ def patches(*targets: str) -> Callable[[Callable[..., Any]], Callable[[], None]]
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within the context, replace `owner.name` by `value`."""
+    """Within the context, replace `owner.name` with `value`."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -58,14 +58,14 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def do_nothing(*args: object, **kwargs: object) -> None:
-    """Do nothing, in place of a call."""
+    """Do nothing, as a replacement for a function."""
 
 
 def raise_unchanged(kind: type[ValueError], config_class: Any) -> None:
-    """Let the constructor of a pydantic dataclass raise errors of `kind` unchanged.
+    """Make the constructor of a pydantic dataclass raise errors of type `kind` unchanged.
 
-    pydantic catches every ValueError of a `__post_init__` and raises a report of several lines instead. Call this after
-    `widen`, which replaces the constructor.
+    pydantic catches every ValueError raised in a `__post_init__` and raises a multi-line error instead. Call this
+    function after `widen`, which replaces the constructor.
     """
     from pydantic import ValidationError
 
@@ -83,7 +83,7 @@ def raise_unchanged(kind: type[ValueError], config_class: Any) -> None:
 
 
 def widen(config_class: Any, more_values: Mapping[str, tuple[str, ...]]) -> None:
-    """Add values to fields of a pydantic dataclass that are closed lists."""
+    """Add values to fields of a pydantic dataclass that accept only fixed lists of values."""
     from pydantic.dataclasses import rebuild_dataclass
 
     fields, changed = config_class.__dataclass_fields__, False

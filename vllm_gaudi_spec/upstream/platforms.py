@@ -1,7 +1,8 @@
-"""vLLM's CPU platform, from which ours derives, and the helper functions that platforms use.
+"""vLLM's CPU platform, which ours subclasses, and helper functions used by platforms.
 
-Imported while vLLM itself is half imported, so it takes from modules that import no platform. Breaks when upstream
-changes the hooks that `devices/cpu/platform.py` overrides, or moves a helper: it reorganizes `vllm.utils` often.
+This module is imported while vLLM itself is only partly imported, so it uses only modules that do not import a
+platform. Breaks if upstream changes the hooks that `devices/cpu/platform.py` overrides, or moves a helper, as often
+happens in `vllm.utils`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def get_kv_cache_quant_algo_string(written: dict[str, Any]) -> str | None:
-    """Call the function of that name, whose module asks for the platform when vLLM 0.33 imports it."""
+    """Call the vLLM function of the same name. In vLLM 0.33, importing its module requires the platform."""
     from vllm.utils import torch_utils
 
     found: str | None = torch_utils.get_kv_cache_quant_algo_string(written)

@@ -1,4 +1,4 @@
-"""Context managers that change which ranks a model's layers and executors use."""
+"""Context managers that change which ranks a model's layers and the executors use."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from vllm_gaudi_spec.upstream.patching import replaced
 
 
 def tensor_parallel_group(group: Any) -> AbstractContextManager[None]:
-    """Within the context, make `group` the tensor-parallel group of layers.
+    """Within the context, make `group` the tensor-parallel group that layers use.
 
-    Reason: with `draft_tensor_parallel_size` 1 each rank of the target runs the whole drafter, but vLLM's layers read
-    one group per process from a module variable.
+    Reason: with `draft_tensor_parallel_size` 1, each target rank runs the whole drafter, but vLLM's layers read a
+    single group per process from a module variable.
     Remove when: layers take their group as an argument.
     """
     from vllm.distributed import parallel_state
@@ -21,10 +21,10 @@ def tensor_parallel_group(group: Any) -> AbstractContextManager[None]:
 
 
 def ray_workers(worker_class: type) -> AbstractContextManager[None]:
-    """Within the context, let vLLM's Ray executor start workers of `worker_class`.
+    """Within the context, make vLLM's Ray executor start workers of `worker_class`.
 
-    Reason: vLLM's own worker asks Ray for the cards of a rank by Ray's name for that kind of card. A CPU has none.
-    Remove when: upstream's executor serves CPU ranks, or takes the class of its workers as an option.
+    Reason: vLLM's worker requests a rank's cards using Ray's name for that type of card. A CPU has no such name.
+    Remove when: upstream's executor supports CPU ranks, or takes its worker class as an option.
     """
     from vllm.v1.executor import ray_executor_v2
 

@@ -1,6 +1,6 @@
-"""vLLM's executor on Ray, and its worker process.
+"""vLLM's Ray executor, and its worker process.
 
-Breaks when the executor chooses the devices of its workers in another way.
+Breaks if the executor chooses its workers' devices differently.
 """
 
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc

@@ -1,7 +1,7 @@
-"""Layers with a recurrent state.
+"""Layers with recurrent state.
 
-Breaks when one has other parameters or another forward. The import takes a second, so only models with such layers
-make it.
+Breaks if the parameters or the forward of a layer change. Importing these layers takes a second, so only models that
+have such layers import this module.
 """
 
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention

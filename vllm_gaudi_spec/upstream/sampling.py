@@ -1,6 +1,6 @@
-"""Logits processors, vLLM's own and those that users install, and what poolers take.
+"""vLLM's and user-installed logits processors, and the inputs of poolers.
 
-Breaks when a processor is told about the batch in another form, or a pooler needs other metadata.
+Breaks if the batch is described to processors differently, or if a pooler needs other metadata.
 """
 
 from vllm.v1.pool.late_interaction_runner import LateInteractionRunner

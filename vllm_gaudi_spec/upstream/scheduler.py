@@ -1,7 +1,7 @@
-"""vLLM's schedulers, from which ours derive, with their requests, statistics, and what they send to workers.
+"""vLLM's schedulers, which ours subclass, with their requests, statistics, and messages to workers.
 
-Breaks when a method that we override changes (tests/unit/upstream/test_overrides.py lists the private ones), or a field
-that the runner reads.
+Breaks if a method that we override changes (tests/unit/upstream/test_overrides.py lists the private ones), or if a
+field that the runner reads changes.
 """
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks

@@ -1,4 +1,4 @@
-"""How a server and its engine end, and how a server answers requests that are refused or cannot be loaded."""
+"""Shutdown of a server and its engine, and a server's responses to invalid requests and adapters that fail to load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_gaudi_spec.upstream.patching import patches, wrap
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-# Seconds in which an engine process may answer its last requests and end by itself.
+# Number of seconds that an engine process has to answer its last requests and exit by itself.
 _ENGINE_GRACE_S = 5.0
 
 
@@ -27,28 +27,28 @@ _ENGINE_GRACE_S = 5.0
 def let_engine_finish(
     original: Callable[..., float | None], request_timeout: float | None, process_timeout: float | None
 ) -> float | None:
-    """Give the engine process a moment between SIGTERM and SIGKILL when the server shuts down.
+    """Give the engine process time between SIGTERM and SIGKILL when the server shuts down.
 
-    Reason: by default vLLM gives it none, so running requests are never reported as aborted, and the server waits for
-    their streams forever. Upstream grants the moment to ROCm only.
-    Remove when: `get_engine_process_shutdown_timeout` grants it to every platform.
+    Reason: by default, vLLM gives it none, so running requests are never reported as aborted, and the server waits
+    forever for their streams. Upstream gives an engine this time only on ROCm.
+    Remove when: `get_engine_process_shutdown_timeout` does so on every platform.
     """
     timeout = original(request_timeout, process_timeout)
     return _ENGINE_GRACE_S if request_timeout == 0 and timeout == 0 else timeout
 
 
-# Seconds between an engine's checks for its server.
+# Seconds between an engine's checks of whether its server still exists.
 _LOOK_EVERY_S = 1.0
 
 
-# Not the constructor: the engine's process loads this plugin in the middle of it.
+# Do not patch the constructor, since the engine's process loads this plugin while the constructor is running.
 @patches("vllm.v1.engine.core:EngineCoreProc.run_busy_loop", "vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop")
 def end_engines_with_their_server(original: Callable[..., None], engine: Any) -> None:
-    """End an engine process when the process that started it is gone.
+    """End an engine process when its parent process no longer exists.
 
-    Reason: the engine of a killed server (SIGKILL, or out of memory) is not notified. It waits for requests forever and
-    keeps the device and its memory.
-    Remove when: upstream's `EngineCoreProc` watches its parent.
+    Reason: if a server is killed (by SIGKILL or when out of memory), its engine is not notified. The engine then waits
+    for requests forever and keeps the device and its memory.
+    Remove when: upstream's `EngineCoreProc` monitors its parent.
     """
     threading.Thread(target=_end_with_server, args=(os.getppid(),), name="watches the server", daemon=True).start()
     original(engine)
@@ -68,9 +68,9 @@ def _end_with_server(server: int) -> None:
 def end_engines_with_their_threads(original: Callable[..., None], engine: Any, *args: Any, **named: Any) -> None:
     """End an engine when a thread that exchanges messages with its server fails.
 
-    Reason: such a thread ends silently. The engine continues without it: requests are no longer answered, but the
-    server reports that it is healthy.
-    Remove when: upstream's `EngineCoreProc` ends with its threads.
+    Reason: such a thread ends silently, and the engine continues without it. Requests are no longer answered, but the
+    server still reports that it is healthy.
+    Remove when: upstream's `EngineCoreProc` exits when one of its threads fails.
     """
     from vllm.v1.engine import EngineCoreRequestType
 
@@ -80,16 +80,16 @@ def end_engines_with_their_threads(original: Callable[..., None], engine: Any, *
         logging.getLogger(__name__).exception(
             "The engine exits, because a thread that exchanges messages with its server failed."
         )
-        # What a failed worker's monitor sends: the engine's loop raises, which ends its workers and the process.
+        # Send what a failed worker's monitor sends, so that the engine's loop raises and ends its workers and process.
         engine.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
 
 
 @patches("vllm.v1.engine.core_client:SyncMPClient.shutdown")
 def raise_when_the_engine_is_gone(original: Callable[..., None], client: Any, *args: Any, **named: Any) -> None:
-    """Let `LLM.generate` raise EngineDeadError when its engine ends without a last message.
+    """Make `LLM.generate` raise EngineDeadError if its engine ends without a final message.
 
-    Reason: it waits forever for the engine's next output if the process was killed or could not send any more.
-    Remove when: the monitor of upstream's `SyncMPClient` puts an error into its queue of outputs.
+    Reason: it waits forever for the engine's next output if the process was killed or could not send a message.
+    Remove when: the monitor of upstream's `SyncMPClient` puts an error into its output queue.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -100,10 +100,10 @@ def raise_when_the_engine_is_gone(original: Callable[..., None], client: Any, *a
 
 @patches("vllm.v1.engine.core:EngineCoreProc._handle_shutdown")
 def leave_idle_work_at_shutdown(original: Callable[..., bool], engine: Any) -> bool:
-    """Call `shut_down` of our scheduler when its engine is about to end.
+    """Call our scheduler's `shut_down` when its engine is about to end.
 
-    Reason: an engine ends when its scheduler has no requests, and with --shutdown-timeout it waits that long. Our
-    scheduler has work for idle steps, and nothing tells it that the work is no longer useful.
+    Reason: an engine ends when its scheduler has no requests, and with --shutdown-timeout it waits until then. Our
+    scheduler also has work for idle steps, and is not notified when this work is no longer useful.
     Remove when: upstream's `EngineCoreProc` notifies its scheduler.
     """
     if not engine.is_running() and (shut_down := getattr(engine.scheduler, "shut_down", None)) is not None:
@@ -113,18 +113,18 @@ def leave_idle_work_at_shutdown(original: Callable[..., bool], engine: Any) -> b
 
 @patches("vllm.entrypoints.launchers.api_server.entry:build_and_serve")
 async def fail_with_the_engine(original: Callable[..., Any], engine_client: Any, *args: Any, **named: Any) -> Any:
-    """End the server's process with exit code 1 when its engine has died.
+    """End the server's process with exit code 1 if its engine has died.
 
-    Reason: the HTTP server stops as in an orderly shutdown, and the process ends with code 0, so a supervisor that
-    restarts failed servers does not restart it. Remove when: upstream's `vllm serve` exits with a code other than 0
-    when its engine is dead.
+    Reason: the HTTP server stops as in an orderly shutdown, and the process exits with code 0, so a supervisor that
+    restarts failed servers does not restart it.
+    Remove when: upstream's `vllm serve` exits with a nonzero code if its engine is dead.
     """
     ending = await original(engine_client, *args, **named)
     return _fail_after(ending) if _engine_died(engine_client) else ending
 
 
 def _engine_died(client: Any) -> bool:
-    """Return whether the engine ended without a shutdown, which first stops the manager of its processes."""
+    """Return whether the engine ended without a shutdown, in which the manager of its processes would stop first."""
     manager = getattr(client.engine_core.resources, "engine_manager", None)
     if manager is None:
         return bool(client.errored)
@@ -141,12 +141,12 @@ async def _fail_after(ending: Any) -> None:
 async def mend_adapter_loading(
     original: Callable[..., Any], models: Any, request: Any, *args: Any, **named: Any
 ) -> Any:
-    """Answer status 400 with the reason if a LoRA adapter cannot be served, and reload an adapter in place only once.
+    """If a LoRA adapter cannot be served, respond with status 400 and the reason. Reload an adapter in place only once.
 
-    Reason: upstream answers 404 if there is no adapter and 500 to every other fault. It passes `load_inplace` on to all
-    requests that name the adapter, each of which would read it from its folder again.
-    Remove when: `OpenAIServingModels.load_lora_adapter` distinguishes faults of an adapter from the server's own. The
-    part about `load_inplace` can be removed with vLLM 0.32.
+    Reason: upstream responds with 404 if there is no adapter and with 500 to any other problem. It passes
+    `load_inplace` on to all requests that name the adapter, each of which would load it from its folder again.
+    Remove when: `OpenAIServingModels.load_lora_adapter` distinguishes adapter errors from server errors. The
+    `load_inplace` part can be removed with vLLM 0.32.
     """
     from vllm.entrypoints.serve import create_error_response
 
@@ -160,12 +160,12 @@ async def mend_adapter_loading(
 
 
 def refuse_tokenized_params(find_fault: Callable[[SamplingParams], str | None]) -> None:
-    """Refuse sampling parameters in which `find_fault` finds a fault after tokenization.
+    """Refuse sampling parameters if `find_fault` returns a reason after tokenization.
 
-    At that point vLLM has added the model's end tokens and tokenized the bad words.
-    Reason: a platform validates a request before that, and knows only the length of the words as text. Upstream's limit
-    on their tokens, VLLM_MAX_BAD_WORDS_TOTAL_TOKENS, applies only to its own model runner.
-    Remove when: upstream validates requests on the platform after `update_from_tokenizer`, or applies that limit there.
+    At that point, vLLM has added the model's end tokens and tokenized the bad words.
+    Reason: a platform validates a request earlier, when it knows only the text length of the bad words. Upstream's
+    limit on their tokens, VLLM_MAX_BAD_WORDS_TOTAL_TOKENS, applies only to its own model runner.
+    Remove when: upstream validates requests on the platform after `update_from_tokenizer`, or applies this limit there.
     """
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
@@ -180,11 +180,11 @@ def refuse_tokenized_params(find_fault: Callable[[SamplingParams], str | None]) 
 
 
 def refuse_params_before_verification(find_fault: Callable[[SamplingParams], str | None]) -> None:
-    """Refuse sampling parameters in which `find_fault` finds a fault before vLLM verifies them.
+    """Refuse sampling parameters if `find_fault` returns a reason before vLLM verifies them.
 
-    Reason: upstream's `SamplingParams.verify` compiles a request's regex or grammar of any size before it asks the
-    platform whether the request is valid. A regex of 75,000 words causes a server error.
-    Remove when: upstream asks the platform first, or limits the size of a constraint.
+    Reason: upstream's `SamplingParams.verify` compiles a request's regex or grammar, whatever its size, before it asks
+    the platform whether the request is valid. A regex of 75,000 words causes a server error.
+    Remove when: upstream asks the platform first, or limits the size of constraints.
     """
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
@@ -199,11 +199,11 @@ def refuse_params_before_verification(find_fault: Callable[[SamplingParams], str
 
 @patches("vllm.v1.engine.input_processor:InputProcessor.process_inputs")
 def refuse_streamed_inputs(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Refuse requests whose input arrives turn by turn (`AsyncLLM.generate` with a stream of inputs).
+    """Refuse requests whose input arrives in turns (`AsyncLLM.generate` with a stream of inputs).
 
-    Reason: upstream counts drafts after a stop token as computed, takes back tokens that a recurrent state has already
-    read, and lets waiting turns hold rows and memory that other requests need.
-    Remove when: upstream's scheduler gives a turn the same tokens with and without drafts, also after a preemption.
+    Reason: upstream counts drafts after a stop token as computed, rolls back tokens that a recurrent state has already
+    consumed, and lets waiting turns hold rows and memory that other requests need.
+    Remove when: upstream's scheduler gives a turn the same tokens with and without drafts, even after a preemption.
     """
     from vllm.exceptions import VLLMValidationError
 
@@ -212,7 +212,7 @@ def refuse_streamed_inputs(original: Callable[..., Any], *args: Any, **named: An
     return original(*args, **named)
 
 
-# Full scale is 1. The squares of much larger samples overflow, so their states would not be finite.
+# Full scale is 1. The squares of much larger samples overflow, so hidden states would not be finite.
 _LOUDEST = 1000.0
 
 
@@ -222,24 +222,24 @@ _LOUDEST = 1000.0
     "vllm.multimodal.media:AudioMediaIO.load_bytes",
 )
 def answer_bad_media(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Answer status 400 to images, video and sound that cannot be decoded.
+    """Respond with status 400 to images, videos, and audio that cannot be decoded.
 
-    Also refuse empty videos and sounds, and sounds with samples that are not finite or so large that their states would
+    Also refuse empty videos and audio, and audio samples that are not finite or are so large that hidden states would
     not be finite.
-    Reason: upstream answers 400 only to a ValueError, and 500 otherwise. Pillow raises another error for an image with
-    more than twice its MAX_IMAGE_PIXELS, before upstream checks its own limit (VLLM_MAX_IMAGE_PIXELS). libsndfile
-    raises its own error for a damaged header. Qwen's loader divides by zero for a video with one frame.
-    Remove when: `load_bytes` of `ImageMediaIO`, `VideoMediaIO` and `AudioMediaIO` raises a ValueError for these.
+    Reason: upstream responds with 400 only to a ValueError, and with 500 otherwise. For an image with more than twice
+    its MAX_IMAGE_PIXELS, Pillow raises another error before upstream checks its own limit (VLLM_MAX_IMAGE_PIXELS).
+    libsndfile raises its own error for a damaged header. Qwen's loader divides by zero for a video with one frame.
+    Remove when: `load_bytes` of `ImageMediaIO`, `VideoMediaIO`, and `AudioMediaIO` raises a ValueError in these cases.
     """
     from PIL import Image
 
     try:
         loaded = original(*args, **named)
-    # Errors of libsndfile are RuntimeErrors.
+    # libsndfile's errors are RuntimeErrors.
     except (Image.DecompressionBombError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"Failed to load media: {error}") from error
     media = getattr(loaded, "media", loaded)
-    if isinstance(media, tuple):  # frames and their metadata, or samples and their rate
+    if isinstance(media, tuple):  # frames and metadata, or samples and sample rate
         if not len(media[0]):
             raise ValueError("Failed to load media: it is empty.")
         if isinstance(media[0], np.ndarray) and media[0].dtype.kind == "f" and not (abs(media[0]) <= _LOUDEST).all():
@@ -247,17 +247,17 @@ def answer_bad_media(original: Callable[..., Any], *args: Any, **named: Any) -> 
     return loaded
 
 
-# Paths of probes and scrapers. A longer path, or one with another slash, is guarded.
+# Paths for probes and scrapers. A longer path or a path with a trailing slash requires the key.
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 
 
 @patches("vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware.__call__")
 def guard_every_path(original: Callable[..., Any], guard: Any, scope: Any, receive: Any, send: Any) -> Any:
-    """Require the API key, if the server has one, on every path except `OPEN_PATHS`.
+    """Require the API key, if the server has one, for every path except `OPEN_PATHS`.
 
-    Reason: upstream guards only the paths that begin with /v1, /v2, /inference or /cohere. Others also generate
-    (/invocations, /generative_scoring), read prompts (/tokenize, /pooling) or change the server (/scale_elastic_ep).
-    Remove when: `AuthenticationMiddleware` guards every path that it does not list.
+    Reason: upstream guards only paths that begin with /v1, /v2, /inference, or /cohere. Other paths also generate text
+    (/invocations, /generative_scoring), read prompts (/tokenize, /pooling), or change the server (/scale_elastic_ep).
+    Remove when: `AuthenticationMiddleware` guards every path except those that it lists.
     """
     from starlette.datastructures import Headers
     from starlette.responses import JSONResponse
@@ -275,5 +275,5 @@ def _is_open(scope: Any) -> bool:
 
 
 def _is_preflight(scope: Any, headers: Any) -> bool:
-    """Return whether this is a browser's preflight request, which has no key and which the CORS middleware answers."""
+    """Return whether this is a browser's preflight request, which has no key and is handled by the CORS middleware."""
     return scope.get("method") == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers

@@ -1,4 +1,4 @@
-"""How vLLM reads checkpoints in the speculators format."""
+"""Support for checkpoints in the speculators format."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from vllm_gaudi_spec.upstream.patching import wrap
 
 
 def mend_speculators_format() -> None:
-    """Read which layers of a block drafter are causal as the library trains them, and refuse methods without a reader.
+    """Determine which block drafter layers are causal as the library trains them, and refuse unsupported methods.
 
-    Reason: `sliding_window_non_causal` concerns only layers with a sliding window. Upstream takes False, which the
-    library writes by default, for all layers of DFlash, and does not read it for DSpark. Drafts are worse, and nothing
-    fails. For methods without a reader, such as mtp and xpress, upstream's error lists Python functions. Remove when:
-    vllm-project/vllm#56692 is released, DSpark reads the flag, and the error names the methods.
+    Reason: `sliding_window_non_causal` applies only to sliding-window layers. Upstream applies False, which the library
+    writes by default, to all DFlash layers and does not read it for DSpark. Nothing fails, but drafts are less
+    accurate. For methods that it cannot read, such as mtp and xpress, upstream's error lists Python functions.
+    Remove when: vllm-project/vllm#56692 is released, DSpark reads the flag, and the error lists the methods.
     """
     from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
 
@@ -26,7 +26,7 @@ def mend_speculators_format() -> None:
 def _read_layers(original: Callable[..., Any], config_dict: dict[str, Any]) -> Any:
     _refuse_without_reader(config_dict)
     layers = original(config_dict)
-    sees_later = config_dict.get("sliding_window_non_causal")  # absent from checkpoints of old releases
+    sees_later = config_dict.get("sliding_window_non_causal")  # missing in checkpoints from older releases
     if sees_later is False and "dflash_config" in layers:
         layers["dflash_config"].pop("causal", None)
     elif sees_later and config_dict["speculators_model_type"] == "dspark":

@@ -1,6 +1,6 @@
-"""What the command line takes from vLLM to configure engines and to compare their texts.
+"""vLLM names that the command line uses to configure engines and compare output texts.
 
-Breaks when one of these is renamed.
+Breaks if one of these names changes.
 """
 
 from vllm.transformers_utils.config import get_config

@@ -1,7 +1,7 @@
 """Layers of vLLM's models that graphs do not support or support only at a cost.
 
-They change tensors through views, create some on the host, or compute in int64. N heads, D size of a key, A inputs of
-AltUp, T tokens, H hidden size.
+These layers change tensors through views, create tensors on the host, or compute in int64. N: heads, D: size of a key,
+A: inputs of AltUp, T: tokens, H: hidden size.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Original = Callable[..., "torch.Tensor"]
 def join_keys_of_minicpm3(
     original: Original, layer: Any, positions: torch.Tensor, hidden_states: torch.Tensor
 ) -> torch.Tensor:
-    """Let MiniCPM3 join the parts of its queries and keys into new tensors.
+    """Make MiniCPM3 concatenate the parts of its queries and keys into new tensors.
 
-    Reason: vLLM's layer assigns the parts to slices, and HPU graphs do not support in-place writes through views
-    (quirk L06).
-    Remove when: upstream's layer assigns to no slice.
+    Reason: vLLM's layer assigns the parts to slices, and HPU graphs do not support in-place writes through views (quirk
+    L06).
+    Remove when: upstream's layer does not assign to slices.
     """
     import torch
 
@@ -47,10 +47,10 @@ def join_keys_of_minicpm3(
 
 
 def add_to_states_of_gemma3n() -> None:
-    """Let Gemma 3n create new tensors for its states, and divide by numbers.
+    """Make Gemma 3n create new tensors for its hidden states and divide by Python numbers.
 
-    Reason: vLLM's layers add to the states of AltUp through views (quirk L06), and divide by tensors that they create
-    on the host, which a compiled graph must not do.
+    Reason: vLLM's layers add to the AltUp states through views (quirk L06), and divide by tensors created on the host,
+    which a compiled graph must not do.
     Remove when: upstream's layers do neither.
     """
     from vllm.model_executor.models import gemma3n
@@ -62,7 +62,7 @@ def add_to_states_of_gemma3n() -> None:
 
 
 def _predict(original: Original, altup: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """[A, T, H], of the same."""
+    """Return [A, T, H] from states of the same shape."""
     modalities_TA = altup._compute_router_modalities(hidden_states[altup.altup_active_idx])
     coefficients_TAA = altup.prediction_coefs(modalities_TA).view(-1, altup.altup_num_inputs, altup.altup_num_inputs)
     change_THA = hidden_states.permute(1, 2, 0) @ coefficients_TAA.transpose(1, 2)
@@ -77,7 +77,7 @@ def _decode(
     per_layer_input: torch.Tensor,
     **named: Any,
 ) -> torch.Tensor:
-    """[A, T, H], of the same."""
+    """Return [A, T, H] from states of the same shape."""
     import torch
 
     predictions_ATH = layer.altup.predict(hidden_states)
@@ -95,7 +95,7 @@ def _decode(
 
 
 def _spread(original: Original, decoder: Any, hidden_states_0: torch.Tensor) -> torch.Tensor:
-    """[T, H, A]: the embedding and its projections, scaled to its size."""
+    """Return [T, H, A]: the embedding and its projections, scaled to the magnitude of the embedding."""
     import torch
 
     others = [_scaled(project(hidden_states_0), hidden_states_0) for project in decoder.altup_projections]
@@ -103,7 +103,7 @@ def _spread(original: Original, decoder: Any, hidden_states_0: torch.Tensor) -> 
 
 
 def _gather(original: Original, model: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """[T, H] of [T, H, A]."""
+    """Return [T, H] from [T, H, A]."""
     import torch
 
     first_TH, *others = hidden_states.unbind(-1)
@@ -130,15 +130,15 @@ def embed_tokens_by_layer_in_gemma3n(
     *more: Any,
     **named: Any,
 ) -> torch.Tensor:
-    """Let Gemma 3n compute the embeddings of its layers from its input tokens.
+    """Make Gemma 3n compute its per-layer embeddings from its input tokens.
 
     Reason: vLLM's text model omits them unless its caller provides them, and then generates different text. The class
-    of published checkpoints takes no tokens at all: it reads what an earlier call has written through a view.
-    Remove when: upstream's models compute them.
+    used for published checkpoints takes no tokens: it reads what an earlier call wrote through a view.
+    Remove when: upstream's models compute the embeddings.
     """
     if per_layer_inputs is None and input_ids is not None:
         decoder, config = model.self_decoder, model.config
-        # The last ids have no embedding. Not a `where`, which is compiled wrongly on integers (quirk C17).
+        # The last IDs have no embedding. `where` is not used, as it is compiled incorrectly for integers (quirk C17).
         ids_T = input_ids * (input_ids < config.vocab_size_per_layer_input)
         embeddings = decoder.embed_tokens_per_layer(ids_T) * decoder.embed_scale_per_layer
         per_layer_inputs = embeddings.view(-1, config.num_hidden_layers, config.hidden_size_per_layer_input)
@@ -155,7 +155,7 @@ def take_tokens_in_gemma3n(
     inputs_embeds: torch.Tensor | None = None,
     **named: Any,
 ) -> torch.Tensor:
-    """Let the class of published checkpoints of Gemma 3n take tokens if the input is only text.
+    """Make Gemma 3n's class for published checkpoints take tokens if the input is only text.
 
     Reason: see `embed_tokens_by_layer_in_gemma3n`.
     Remove when: that class takes tokens.
@@ -168,10 +168,10 @@ def take_tokens_in_gemma3n(
 
 @patches("vllm.model_executor.models.falcon_h1:FalconH1MLP.forward")
 def scale_gates_of_falcon_h1(original: Original, mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    """Let the MLPs of Falcon-H1 multiply their gates into a new tensor.
+    """Make Falcon-H1's MLPs multiply their gates into a new tensor.
 
-    Reason: vLLM's MLP multiplies half of a tensor in place, through a view (quirk L06).
-    Remove when: `FalconH1MLP.forward` updates no view.
+    Reason: vLLM's MLP multiplies half of a tensor in place through a view (quirk L06).
+    Remove when: `FalconH1MLP.forward` does not update a view.
     """
     import torch
 
@@ -185,12 +185,12 @@ def scale_gates_of_falcon_h1(original: Original, mlp: Any, x: torch.Tensor) -> t
 def add_positions_in_siglip(
     original: Original, embeddings: Any, pixel_values: torch.Tensor, interpolate_pos_encoding: bool = False
 ) -> torch.Tensor:
-    """Let Siglip add the positions of its patches into a new tensor.
+    """Make Siglip add the position embeddings of its patches into a new tensor.
 
-    Reason: vLLM's embeddings add them in place to a view of the convolution's output (quirk L06).
-    Remove when: `SiglipVisionEmbeddings.forward` updates no view.
+    Reason: vLLM's code adds them in place to a view of the convolution's output (quirk L06).
+    Remove when: `SiglipVisionEmbeddings.forward` does not update a view.
     """
-    if interpolate_pos_encoding:  # of images of other sizes, for which no graph is captured
+    if interpolate_pos_encoding:  # for images of other sizes, for which no graph is captured
         return original(embeddings, pixel_values, interpolate_pos_encoding)
     patches = embeddings.patch_embedding(pixel_values.to(embeddings.patch_embedding.weight.dtype))
     positions: torch.Tensor = embeddings.position_embedding(embeddings.position_ids)
@@ -198,10 +198,10 @@ def add_positions_in_siglip(
 
 
 def suppress_tokens_by_bias(model: Any, dtype: torch.dtype) -> None:
-    """Let Gemma 4 and its assistant forbid tokens by a bias that is created before the model is served.
+    """Make Gemma 4 and its assistant suppress tokens by adding a bias that is created before serving.
 
     Reason: vLLM's classes fill logits by index. They copy the indices to the device in the first step that needs them,
-    which may be a captured one, and Ascend's CANN before about 8.3 reads each index on the host.
+    which may be a captured step, and Ascend's CANN before about 8.3 reads each index on the host.
     Remove when: their `compute_logits` neither copies indices nor fills by index.
     """
     import torch
@@ -233,14 +233,14 @@ def convolve_blocks_of_dflash2(
     group_size: int,
     taps: int,
 ) -> torch.Tensor:
-    """Let DFlash2 derive a token's place in its block from the shape of the tensor.
+    """Make DFlash2 derive a token's position in its block from the shape of the tensor.
 
-    Reason: vLLM derives it from int64 row numbers, by a remainder unless the block size is a power of two.
-    Remove when: `_grouped_conv` computes no remainder.
+    Reason: vLLM derives it from int64 row numbers, using a remainder unless the block size is a power of two.
+    Remove when: `_grouped_conv` does not compute a remainder.
     """
     import torch
 
-    if hidden_states.is_cuda:  # vLLM has a kernel there
+    if hidden_states.is_cuda:  # vLLM has a CUDA kernel for this
         return original(hidden_states, delta, base, block_size, num_groups, group_size, taps)
     tokens_BQGD = hidden_states.view(-1, block_size, num_groups, group_size)
     weights_TPGD = base.view(taps, num_groups, group_size) + delta.unsqueeze(-1)

@@ -1,6 +1,6 @@
-"""The base class of workers, their profiler, the memory of their KV, and the proposer that wraps a user's class.
+"""The base class of workers, their profiler, their KV memory, and the proposer that wraps a user-defined class.
 
-Breaks when an executor calls a worker by another name or with other arguments.
+Breaks if an executor calls a worker method by another name or with different arguments.
 """
 
 from vllm.distributed.utils import get_worker_rank_suffix
