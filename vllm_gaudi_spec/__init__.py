@@ -1,14 +1,13 @@
-"""Speculative decoding for vLLM on Intel Gaudi: the two entry points that vLLM calls.
+"""Speculative decoding for vLLM on Intel Gaudi, with the two entry points that vLLM calls.
 
-vLLM imports this package while vLLM itself is half imported, so importing it must be cheap and must not import vLLM or
-torch.
+vLLM imports this package while vLLM is only partly imported, so this must be cheap and must not import vLLM or torch.
 """
 
 __version__ = "0.1.0"
 
 
 def platform_plugin() -> str | None:
-    """Return the platform class, or None to leave the choice to vLLM. Entry point `vllm.platform_plugins`."""
+    """Return the platform class, or None to let vLLM choose. Entry point `vllm.platform_plugins`."""
     from vllm_gaudi_spec import upstream, versions
     from vllm_gaudi_spec.device_table import (
         REFUSING_PLATFORM,
@@ -36,16 +35,16 @@ def platform_plugin() -> str | None:
 
 
 def general_plugin() -> None:
-    """Apply patches in a vLLM process after vLLM is imported. Entry point `vllm.general_plugins`."""
+    """Apply patches in a vLLM process once vLLM has been imported. Entry point `vllm.general_plugins`."""
     from vllm_gaudi_spec.integrations import vllm_ascend
 
-    if vllm_ascend.is_active():  # it needs another vLLM, which the rest does not support
+    if vllm_ascend.is_active():  # it needs another vLLM version, which the code below does not support
         vllm_ascend.register()
         return
     from vllm_gaudi_spec import versions
 
     if versions.explain_wrong_vllm() is not None:
-        return  # already logged by the platform, whose modules may not load with this vLLM
+        return  # the platform has already logged this, and its modules may not load with this vLLM
     from vllm_gaudi_spec.platforms import base
 
     if base.is_active():

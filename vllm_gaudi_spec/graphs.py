@@ -1,4 +1,4 @@
-"""Signatures of steps, the warm-up jobs that make them, and the recorder that reports new ones after warm-up."""
+"""Step signatures, the warm-up jobs that create them, and the recorder that reports new ones after warm-up."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ DRAFTS, PROMPT_LOGPROBS = "rounds of drafts", "prompt logprobs"
 PROMPT_CHUNKS, DRAFTERS_READS = "prompt chunks", "drafter's reads"
 """Kinds of jobs whose size `--max-num-batched-tokens` limits."""
 ENCODERS = "encoders"
-"""Jobs of image encoders, whose size the model's processor limits."""
+"""Image encoder jobs, whose size the model's processor limits."""
 
 
 class Job(NamedTuple):
-    """A run of warm-up on padding, through the functions that serve requests."""
+    """A warm-up run on padding that uses the same functions as serving."""
 
     kind: str
-    """Name in the progress bar of warm-up."""
+    """Name shown in the warm-up progress bar."""
     run: Callable[[], object]
     signatures: tuple[Hashable, ...] = ()
-    """Step signatures that the run makes; empty for a change of state. The manifest is all of them."""
+    """Step signatures created by the run; empty if it only changes state. The manifest contains those of all jobs."""
     num_tokens: int = 0
-    """Compared with the option `warmup_tokens`."""
+    """Number of tokens, compared with the option `warmup_tokens`."""
     is_common: bool = True
-    """False for a branch other than greedy, which runs only where warm-up has no limit."""
+    """False for branches other than the greedy one, which run only if warm-up has no limit."""
 
 
 def report_sizes(shape: SampleShape, branch: Branch) -> tuple[Hashable, ...]:
@@ -67,19 +67,19 @@ class StepRecorder:
         self._syncs_before = 0
         self._compiled = 0
         self.coverage: Mapping[str, float] = {}
-        """Fraction of the output that each vocabulary covers; set once when the drafter is loaded."""
+        """Fraction of the output covered by each vocabulary, set once when the drafter is loaded."""
         self.step_times: Mapping[int, Sequence[float]] = {}
-        """Seconds of decodes for adaptive verification (`WorkerCounts`); set once at the end of warm-up."""
+        """Seconds per decode for adaptive verification (`WorkerCounts`), set once at the end of warm-up."""
 
     def expect(self, signatures: Iterable[Hashable]) -> None:
-        """Add signatures that the configuration can reach, whether warm-up runs or only lists them."""
+        """Add signatures that the configuration can reach, whether warm-up runs their jobs or only lists them."""
         self.manifest.update(signatures)
 
     def warm_up_done(self, num_host_syncs: int) -> None:
-        """Start counting steps. `num_host_syncs` device-to-host syncs happened before and are not counted."""
+        """Start counting steps. `num_host_syncs` is the number of earlier device-to-host syncs, which do not count."""
         self.warmed, self._seen = self._seen, set()
         self._syncs_before = num_host_syncs
-        # Steps of warm-up counted the graphs that were compiled for warm-up.
+        # Warm-up steps have counted the graphs that were compiled in warm-up.
         self._compiled = 0
 
     def saw(self, signature: Hashable) -> None:
@@ -97,17 +97,17 @@ class StepRecorder:
         self.num_steps += 1
 
     def count_prefill(self, num_tokens: int, num_computed: int) -> None:
-        """Count the real tokens of a rectangle of prompt chunks, and all that the device computes."""
+        """Count the real tokens in a rectangle of prompt chunks, and all tokens that the device computes."""
         self._num_prefill_tokens += num_tokens
         self._num_prefill_padding += num_computed - num_tokens
 
     def make_counts(self, backend: DeviceBackend, *, is_last: bool = False) -> WorkerCounts:
         """Return the counters that a step reports to the scheduler.
 
-        With `is_last`, the next step may come long after this one.
+        If `is_last` is true, the next step may not come for a long time.
         """
         if is_last or self.num_steps % _ASK_EVERY == 0:
-            # A counter that was reset or cannot be read starts at 0. The earlier count is still valid.
+            # A counter that was reset or cannot be read returns 0. The earlier count is still valid.
             self._compiled = max(self._compiled, backend.graphs.compiled_after_warmup())
         syncs = backend.memory.num_host_syncs - self._syncs_before
         compiled = max(len(self.unexpected), self._compiled)

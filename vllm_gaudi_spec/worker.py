@@ -1,4 +1,4 @@
-"""The worker: device start-up, memory budget and life cycle. Steps are the model runner's."""
+"""The worker, which handles device start-up, the memory budget, and the life cycle. The model runner runs steps."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ logger = init_logger(__name__)
 
 
 class Worker(WorkerBase):
-    """vLLM's worker on every device."""
+    """vLLM's worker, used on every device."""
 
     model_runner: ModelRunner
     self_test: Result | None = None
     """None if nothing is captured, as on the CPU, or if the user skips the self-test."""
     profiler: WorkerProfiler | None = None
-    """vLLM's profiler, from its first start on."""
+    """vLLM's profiler, once it has been started."""
 
-    # --- start-up, in the order of the calls ---
+    # --- start-up, in calling order ---
 
     def init_device(self) -> None:
         self.backend = load_backend()
@@ -106,9 +106,9 @@ class Worker(WorkerBase):
         self.model_runner = ModelRunner(self.vllm_config, self.backend, shows_progress=self.is_driver_worker)
 
     def _test_device(self) -> None:
-        """Run the self-test before minutes are spent on weights and graphs.
+        """Run the self-test before spending minutes on loading weights and capturing graphs.
 
-        No-op if nothing is captured, or if the user skips it.
+        No-op if nothing is captured or the user skips the self-test.
         """
         if not (self.backend.traits.captures and SELF_TEST.is_on):
             return
@@ -160,7 +160,7 @@ class Worker(WorkerBase):
         self.model_runner.initialize_kv_cache(kv_cache_config)
 
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any] | None:
-        """Return what other servers need to read this rank's KV, by pipeline and tensor-parallel rank."""
+        """Return the data that other servers need to read this rank's KV, by pipeline and tensor-parallel rank."""
         if not has_kv_transfer_group() or (metadata := get_kv_transfer_group().get_handshake_metadata()) is None:
             return None
         return {(get_pp_group().rank_in_group, get_tp_group().rank_in_group): metadata}
@@ -196,7 +196,7 @@ class Worker(WorkerBase):
 
     @torch.inference_mode()
     def execute_dummy_batch(self) -> None:
-        """Run a step without requests, because data-parallel ranks that share experts with this one have some."""
+        """Run a step without requests because data-parallel ranks that share experts with this rank have requests."""
         self.model_runner.execute_dummy_batch()
 
     # --- LoRA adapters ---
@@ -221,7 +221,7 @@ class Worker(WorkerBase):
             raise ValueError("The engine was started without LoRA adapters; use --enable-lora.")
         return self.model_runner.target.adapters.loader
 
-    # --- sleep and new weights; vLLM has paused the engine before ---
+    # --- sleep and weight updates, for which vLLM has already paused the engine ---
 
     @torch.inference_mode()
     def sleep(self, level: int = 1) -> None:
@@ -236,7 +236,7 @@ class Worker(WorkerBase):
     @torch.inference_mode()
     def wake_up(self, tags: list[str] | None = None) -> None:
         self.model_runner.residence.wake_up(tags)
-        self.backend.graphs.warmed_up()  # Do not count what wake-up compiled as compiled by a step.
+        self.backend.graphs.warmed_up()  # Do not count graphs compiled during wake-up as compiled by a step.
 
     @torch.inference_mode()
     def reload_weights(self, *args: Any, **named: Any) -> None:
@@ -246,10 +246,10 @@ class Worker(WorkerBase):
         self.reset_encoder_cache()
         self.backend.graphs.warmed_up()
 
-    # --- questions and life cycle ---
+    # --- queries and life cycle ---
 
     def profile(self, is_start: bool = True, profile_prefix: str | None = None, **iterations: int | None) -> None:
-        """Start or stop vLLM's profiler, which writes a trace of this worker. `iterations` limit the traced steps."""
+        """Start or stop vLLM's profiler, which traces this worker. Values in `iterations` limit the traced steps."""
         config = self.vllm_config.profiler_config
         if config.profiler is None:
             raise UnsupportedConfigError("Profiling is not enabled; start the engine with --profiler-config.")
@@ -263,13 +263,13 @@ class Worker(WorkerBase):
             self.profiler.stop()
 
     def step_report(self) -> dict[str, object]:
-        """Return step signatures, device-to-host syncs and what requests hold. Called through `collective_rpc`."""
+        """Return step signatures, device-to-host syncs, and resources held by requests, for `collective_rpc`."""
         return self.model_runner.step_report()
 
     def save_measurements(self) -> None:
-        """Write the measurements so far, if QUANT_CONFIG or draft_quant_config measures.
+        """Save the measurements collected so far, if QUANT_CONFIG or draft_quant_config selects measuring.
 
-        Can be called any number of times through `collective_rpc`. Shutdown calls it once more.
+        Can be called any number of times through `collective_rpc`. Shutdown also calls this method.
         """
         self.model_runner.save_measurements()
 
@@ -301,12 +301,12 @@ class Worker(WorkerBase):
 def _shut_down_at_exit(reference: weakref.ref[Worker]) -> None:
     """Shut down a worker whose engine runs in the caller's process, and make processes exit quickly.
 
-    Registered after the device's software is loaded, this runs before torch_npu's exit function destroys the process
-    groups, which the worker could not leave afterwards. vLLM kills child processes that take more than five seconds to
-    exit; freezing the garbage collector skips a last pass over everything that was loaded.
+    Registered after the device's software is loaded, this function runs before torch_npu's exit function destroys the
+    process groups, after which the worker could no longer leave them. vLLM kills child processes that take more than
+    five seconds to exit. Freezing the garbage collector skips a final pass over all loaded objects.
     """
     worker = reference()
-    if worker is not None and getattr(worker, "model_runner", None) is not None:  # vLLM has not shut it down
+    if worker is not None and getattr(worker, "model_runner", None) is not None:  # vLLM has not shut it down yet
         try:
             worker.shutdown()
         finally:

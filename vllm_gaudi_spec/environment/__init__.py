@@ -1,6 +1,6 @@
-"""Environment variables. No other module of the package reads the environment.
+"""Environment variables. No other module in the package reads the environment.
 
-`gaudi-spec doctor` prints the table VARIABLES, and docs/reference/options.md is generated from it.
+`gaudi-spec doctor` prints the `VARIABLES` table, and docs/reference/options.md is generated from it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class Variable(NamedTuple):
 
     name: str
     default: str
-    """The value if the variable is not set, or a description of it."""
+    """The value used if the variable is not set, or a description of it."""
     meaning: str
 
     @property
     def value(self) -> str | None:
-        """The value, or None if the variable is unset or empty."""
+        """Return the value, or None if the variable is unset or empty."""
         return os.environ.get(self.name) or None
 
     @property
     def value_or_default(self) -> str:
-        """The value, or the default if the variable is unset or empty. For defaults that are values."""
+        """Return the value, or the default if the variable is unset or empty. The default must be an actual value."""
         return self.value or self.default
 
     @property
@@ -139,13 +139,13 @@ HUB_OFFLINE = Variable("HF_HUB_OFFLINE", "0", "1 takes models from folders and t
 HUB_HOME = Variable("HF_HOME", "~/.cache/huggingface", "where downloaded models are stored")
 CACHE_HOME = Variable("XDG_CACHE_HOME", "~/.cache", "where the demo model is kept")
 VARIABLES = tuple(value for value in globals().copy().values() if isinstance(value, Variable))
-"""The documented variables: all of the above, in their order."""
-# Not in the table, because `doctor` prints its values.
+"""The documented variables: all of those above, in order."""
+# Not in the table, because `doctor` prints the values of its variables.
 API_KEY = Variable("OPENAI_API_KEY", "none", "sent to servers by gaudi-spec chat")
 
 
 def skip_warmup() -> bool:
-    """Whether the user skips warm-up, by our variable or, if that is not set, by vllm-gaudi's."""
+    """Whether the user skips warm-up, according to our variable or, if it is not set, vllm-gaudi's variable."""
     if SKIP_WARMUP.value:
         return SKIP_WARMUP.is_on
     return VENDORS_SKIP_WARMUP.value_or_default.lower() in ("true", "t", "1", "yes", "y", "on")
@@ -157,23 +157,23 @@ def compresses_prompt_masks() -> bool:
 
 
 def is_set(name: str) -> bool:
-    """Whether a variable is set, whether it is in the table or not."""
+    """Whether a variable is set. It need not be in the table."""
     return name in os.environ
 
 
 def list_set_variables() -> dict[Variable, str]:
-    """Return the variables of the table that are set, with their values."""
+    """Return the variables in the table that are set, and their values."""
     return {variable: os.environ[variable.name] for variable in VARIABLES if is_set(variable.name)}
 
 
 def list_all_variables() -> dict[str, str]:
-    """Return every variable of this process, secrets included."""
+    """Return every environment variable of this process, including secrets."""
     return dict(os.environ)
 
 
 def list_allowed_plugins() -> set[str] | None:
-    """Return the plugins that VLLM_PLUGINS allows, or None for all."""
-    names = os.environ.get(PLUGINS.name)  # empty allows none
+    """Return the plugins that VLLM_PLUGINS allows, or None if it allows all."""
+    names = os.environ.get(PLUGINS.name)  # an empty value allows none
     return None if names is None else {name.strip() for name in names.split(",")}
 
 
@@ -181,9 +181,9 @@ _CHOSEN_BY = "VGS_START_METHOD_CHOSEN_BY"
 
 
 def choose_start_method(choose: Callable[[], str]) -> None:
-    """Set how vLLM starts its engine process to the result of `choose`, unless the user did.
+    """Set how vLLM starts its engine process to the result of `choose`, unless the user has set it.
 
-    `choose` is called for each engine of a process. Engine processes inherit the setting and do not call it.
+    `choose` is called for each engine created in a process. Engine processes inherit the setting and do not call it.
     """
     chosen_by = os.environ.get(_CHOSEN_BY)
     if is_set(START_METHOD.name) and chosen_by != str(os.getpid()):
@@ -193,13 +193,13 @@ def choose_start_method(choose: Callable[[], str]) -> None:
 
 
 OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"
-"""Where the package intel-openmp puts Intel's OpenMP."""
+"""Where the intel-openmp package installs Intel's OpenMP library."""
 
 
 def preload_openmp() -> None:
-    """Make new processes load Intel's OpenMP, if it is installed and they do not preload an OpenMP yet.
+    """Make new processes load Intel's OpenMP if it is installed and they do not preload an OpenMP library already.
 
-    Unlike GNU's, it lets waiting threads sleep, here after 1 ms, which is faster if the machine has other work.
+    Unlike GNU's, it lets waiting threads sleep (here, after 1 ms), which is faster if the machine has other work.
     """
     preloaded = PRELOADED.value or ""
     if OPENMP.exists() and not any(name in preloaded for name in ("libiomp", "libomp", "libgomp")):
@@ -218,23 +218,23 @@ def keeps_engine_in_process() -> bool:
 
 
 def cache_folder() -> Path:
-    """Return the folder for this project's cached files."""
+    """Return the folder for this plugin's cached files."""
     base = CACHE_HOME.value or ""
     root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     return root / "vllm_gaudi_spec"
 
 
 def name_process_group(init_method: str) -> None:
-    """Set the name by which vLLM's shared-memory collectives for the CPU find each other.
+    """Set the name by which processes find each other for vLLM's shared-memory CPU collectives.
 
-    Ranks that do not share memory get different names, so that vLLM uses gloo.
+    Ranks that do not share memory get different names, so that vLLM uses gloo for them.
     """
     group = init_method.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
     os.environ["VLLM_DIST_IDENT"] = f"{group}-{_identify_shared_memory()}"
 
 
 def _identify_shared_memory() -> str:
-    """Return a name that is equal exactly for processes with the same /dev/shm."""
+    """Return a name that two processes share if and only if they have the same /dev/shm."""
     try:
         started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{started}-{os.stat('/dev/shm').st_dev}"
@@ -243,38 +243,39 @@ def _identify_shared_memory() -> str:
 
 
 def leave_threads_unbound() -> None:
-    """Disable thread binding unless the user set it: vLLM binds each rank to a NUMA node, and fails with too few."""
+    """Disable thread binding unless the user set it, since vLLM's binding of ranks to NUMA nodes fails with too few."""
     os.environ.setdefault(THREADS_BIND.name, "nobind")
 
 
-# Our defaults on a Gaudi for variables that the bridge, its compiler and vLLM read.
+# Our defaults for variables that the Gaudi bridge, its compiler, and vLLM read.
 _GAUDI_DEFAULTS = {
-    # With sharing, weights would be laid out again for each graph that reads them.
+    # With weight sharing, the layout of weights would be converted again for each graph that reads them.
     WEIGHT_SHARING.name: WEIGHT_SHARING.default,
-    # Without it, collectives inside graphs fail. Tensor-parallel steps have some in each layer.
+    # Without this setting, collectives inside graphs fail. Each layer of a tensor-parallel step has some.
     LAZY_COLLECTIVES.name: LAZY_COLLECTIVES.default,
-    # vLLM would run shared experts on a separate stream, which graphs do not capture.
+    # Otherwise, vLLM would run shared experts on a separate stream, which graphs do not capture.
     "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1",
-    # Compiling the graphs of a large model one by one took hours instead of minutes (quirk S09).
+    # Compiling a large model's graphs one at a time took hours instead of minutes (quirk S09).
     PARALLEL_COMPILATION.name: PARALLEL_COMPILATION.default,
 }
 
 
 def set_gaudi_defaults() -> None:
-    """Set our defaults for variables of a Gaudi that the user did not set."""
+    """Set our defaults for Gaudi variables that the user did not set."""
     for name, value in _GAUDI_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    # Without the variable, the mode depends on the bridge's release.
+    # If the variable is not set, the mode depends on the bridge release.
     os.environ.setdefault(LAZY_MODE.name, "1" if gaudi_has_lazy_mode() else "0")
     if os.environ[LAZY_MODE.name] == "0":
-        # An operation outside a compiled region splits it into several recipes. The last recipe to read a cache or a
-        # state would treat its memory as free, although the next step reads it. vllm-gaudi sets this for models with
-        # recurrent states, whose results were wrong (pull request 1753); here caches are also changed in place.
+        # An operation outside a compiled region splits the region into several recipes. The last recipe to read a cache
+        # or a state would treat its memory as free, although the next step reads it. vllm-gaudi sets this variable for
+        # models with recurrent states, whose results were wrong (pull request 1753). Here, caches are also updated in
+        # place.
         os.environ.setdefault(INPUT_REUSE.name, "0")
 
 
 def gaudi_is_lazy() -> bool:
-    """Whether the bridge runs in lazy mode. 0 means eager and compiled, every other value lazy."""
+    """Whether the bridge runs in lazy mode. 0 means eager and compiled mode, and any other value means lazy mode."""
     set_gaudi_defaults()
     return os.environ[LAZY_MODE.name] != "0"
 
@@ -282,8 +283,8 @@ def gaudi_is_lazy() -> bool:
 def gaudi_has_lazy_mode() -> bool:
     """Whether the installed torch supports lazy mode.
 
-    The bridge refuses to load in lazy mode with stock torch, which it recognizes by the version (1.24,
-    habana_frameworks/torch/__init__.py). The mode of a bridge that torch has loaded is fixed.
+    The bridge refuses to load in lazy mode with stock torch, which it recognizes by the version (see release 1.24,
+    habana_frameworks/torch/__init__.py). Once torch has loaded the bridge, its mode cannot change.
     """
     if (bridge := sys.modules.get("habana_frameworks.torch.utils.internal")) is not None:
         is_lazy: bool = bridge.is_lazy()
@@ -297,7 +298,7 @@ def gaudi_has_lazy_collectives() -> bool:
 
 
 def gaudi_memory_reserve() -> float:
-    """Return the share of free memory for captured graphs, from vllm-gaudi's variable."""
+    """Return the fraction of free memory reserved for captured graphs, from vllm-gaudi's variable."""
     value = GRAPH_MEMORY.value_or_default
     try:
         share = float(value)
@@ -309,7 +310,7 @@ def gaudi_memory_reserve() -> float:
 
 
 def gaudi_layers_of_a_recipe() -> int:
-    """Return the number of decoder layers per recipe, 0 for all, from vllm-gaudi's variable."""
+    """Return the number of decoder layers per recipe from vllm-gaudi's variable, or 0 for all layers."""
     value = LAYERS_OF_A_RECIPE.value_or_default
     if not value.isdecimal():
         raise UnsupportedConfigError(f"{LAYERS_OF_A_RECIPE.name} must be an integer of 0 or more, got {value}.")
@@ -317,18 +318,18 @@ def gaudi_layers_of_a_recipe() -> int:
 
 
 def emulated_generation() -> str:
-    """Return the Gaudi generation that hpu-emulated emulates."""
+    """Return the Gaudi generation emulated by hpu-emulated."""
     return EMULATED_GENERATION.choose(*GAUDIS)
 
 
 def emulated_modules() -> tuple[int, ...]:
-    """Return the Gaudis that this process may open; empty if it may open any."""
+    """Return the indices of the Gaudis that this process may open, or an empty tuple if it may open any."""
     names = VISIBLE_MODULES.value_or_default
     return () if names == "all" else tuple(map(int, names.split(",")))
 
 
 def emulator_is_hostile() -> bool:
-    """Whether the emulated Gaudi refuses everything that is known to fail on some card or release."""
+    """Whether the emulated Gaudi rejects everything that is known to fail on any card or release."""
     return EMULATOR.choose("hostile", "kind") == "hostile"
 
 
@@ -336,7 +337,7 @@ NPU_SETTINGS = (TASK_QUEUE, NPU_ALLOCATOR, LAUNCH_BLOCKING)
 
 
 def list_npu_variables() -> dict[str, str]:
-    """Return the set variables of torch_npu that decide whether graphs can be captured."""
+    """Return the torch_npu variables that determine whether graphs can be captured, if they are set."""
     return {variable.name: variable.value for variable in NPU_SETTINGS if variable.value is not None}
 
 
@@ -346,26 +347,26 @@ def hccl_expands_on_vector_cores() -> bool:
 
 
 def torch_npu_folder() -> Path:
-    """Return the folder with Huawei's torch_npu for the emulated NPU.
+    """Return the folder that contains Huawei's torch_npu for the emulated NPU.
 
-    It is outside the other packages, except on a machine with a card: `import torch` loads an installed torch_npu,
-    which fails without the card's software.
+    It is separate from other packages, except on a machine with a card: `import torch` loads an installed torch_npu,
+    which fails if the card's software is missing.
     """
     if TORCH_NPU.value:
         return Path(TORCH_NPU.value).absolute()
-    installed = find_spec("torch_npu")  # does not import it
+    installed = find_spec("torch_npu")  # does not import the package
     if installed is not None and installed.origin is not None:
         return Path(installed.origin).parents[1]
     return Path(sys.prefix, "torch-npu")
 
 
 def set_torch_npu_defaults() -> None:
-    """Keep torch from importing torch_npu in child processes before its libraries are loaded."""
+    """Prevent torch in child processes from importing torch_npu before its libraries are loaded."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 
 def api_key() -> str | None:
-    """Return the key for servers that require one. Never print it."""
+    """Return the key for servers that require one. It must never be printed."""
     return (API_KEY.value or "").strip() or None
 
 
@@ -375,16 +376,16 @@ def kv_cache_space_gib() -> int | None:
     return int(value) if value else None
 
 
-# Not in the table above: front ends set it for their engines, never users.
+# Not in the table above, since front ends set it for their engines, and users never do.
 _START_FAILURE = "VGS_START_FAILURE"
 
 
 def set_start_failure_file(path: str) -> None:
-    """Make child processes write to `path` why they could not start."""
+    """Make child processes write the reason to `path` if they cannot start."""
     os.environ[_START_FAILURE] = path
 
 
 def start_failure_file() -> Path | None:
-    """Return the file that a front end of this process waits for, or None."""
+    """Return the file that the front end of this process checks for a start-up error, or None."""
     path = Path(os.environ.get(_START_FAILURE, ""))
     return path if path.is_file() else None

@@ -1,8 +1,8 @@
-"""Reads and writes cached files below `environment.cache_folder()`.
+"""Reads and writes cached files in `environment.cache_folder()`.
 
-A link could redirect a write to any file of this user, and a read to another user's file. So our folders and the files
-in them are never links, and never world-writable. The folders above (`~/.cache`, XDG_CACHE_HOME) are the user's choice
-and may be links. Readers check the content of files, which is never executed.
+A link could redirect a write to any of the user's files, and a read to another user's file. Therefore, our folders and
+the files in them are never links and never world-writable. The parent folders (`~/.cache`, XDG_CACHE_HOME) are chosen
+by the user and may be links. Readers validate file contents, which are never executed.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from pathlib import Path
 
 
 class UntrustedCacheError(OSError):
-    """Raised for a cached file or folder that must not be used. The message has the reason and the remedy.
+    """Raised for a cached file or folder that must not be used. The message contains the reason and a remedy.
 
-    Callers that can do without a cache treat it like any other disk error.
+    Callers that do not require a cache handle it like any other disk error.
     """
 
 
 def make_folder(folder: Path) -> Path:
-    """Create a folder if it is missing, and check it with `check_folder`."""
+    """Create a folder if it does not exist, and check it with `check_folder`."""
     folder.mkdir(mode=0o775, parents=True, exist_ok=True)
     check_folder(folder)
     return folder
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UntrustedCacheError if another user may control the content of a folder."""
+    """Raise UntrustedCacheError if another user may control a folder's contents."""
     facts, above = folder.lstat(), folder.parent.stat()
     if stat.S_ISLNK(facts.st_mode):
         raise UntrustedCacheError(f"{folder} is a symbolic link; remove it, or set XDG_CACHE_HOME to another folder")
     if facts.st_mode & stat.S_IWOTH:
         raise UntrustedCacheError(f"{folder} is writable by everybody; use chmod o-w, or set XDG_CACHE_HOME")
-    # In a world-writable folder, anybody may have created it.
+    # Any user may have created the folder if its parent folder is world-writable.
     if above.st_mode & stat.S_IWOTH and facts.st_uid not in (os.geteuid(), 0):
         raise UntrustedCacheError(f"{folder} was made by another user; set XDG_CACHE_HOME to a folder of your own")
 
 
 def read(path: Path, at_most: int) -> bytes:
-    """Return the content of a file in one of our folders.
+    """Return the contents of a file in one of our folders.
 
     Raises:
         ValueError: The file is larger than `at_most` bytes.
@@ -54,7 +54,7 @@ def read(path: Path, at_most: int) -> bytes:
 
 
 def _open(path: Path) -> int:
-    # O_NONBLOCK: opening a pipe would wait for a writer.
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
     if path.is_symlink():
         raise UntrustedCacheError(f"{path} is a symbolic link; remove it")
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -66,21 +66,21 @@ def _open(path: Path) -> int:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, creating its folder if it is missing."""
+    """Write a file that only its owner can read, and create its folder if needed."""
     make_folder(path.parent)
     replace(path, content, stat.S_IRUSR | stat.S_IWUSR)
 
 
 def stays_inside(path: Path) -> bool:
-    """Whether a path is a file in its own folder, or a link to one there."""
+    """Whether a path is a file in its folder, or a link to a file in the same folder."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent))
 
 
 def replace(path: Path, content: bytes, mode: int | None = None) -> None:
-    """Replace a file, or a link, atomically. Several processes may do so at once.
+    """Replace a file or link atomically. Several processes may do so concurrently.
 
     Args:
-        mode: The permissions of the file, or None for those of the umask.
+        mode: The file's permissions, or None to use the umask.
     """
     scratch = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if mode is None else mode)

@@ -1,1 +1,1 @@
-"""Parts of this project inside platforms of others, each with versions and patches of its own."""
+"""Integrations into other platforms, each with separate version checks and patches."""

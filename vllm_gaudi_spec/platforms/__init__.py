@@ -1,1 +1,1 @@
-"""Platform classes: the hooks that vLLM calls."""
+"""Platform classes, which implement the hooks that vLLM calls."""

@@ -1,4 +1,4 @@
-"""vLLM's platform hooks for all devices, answered by the chosen backend."""
+"""vLLM's platform hooks for all devices, implemented using the selected backend."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def apply_patches() -> None:
 
     upstream.apply()
     upstream.answer_accelerator_calls(current_platform.device_type)
-    importlib.import_module("vllm_gaudi_spec.quantization.method")  # imports vLLM modules that need the platform
+    importlib.import_module("vllm_gaudi_spec.quantization.method")  # imports vLLM modules that require the platform
     use_device(load_backend)
     upstream.refuse_tokenized_params(check_logit_edits)
     upstream.refuse_params_before_verification(check_constraint_size)
@@ -70,11 +70,11 @@ def apply_patches() -> None:
 
 
 class SpecPlatform(Platform):
-    """Platform of all devices."""
+    """Base class for the platforms of all devices."""
 
     takes_device_ids = False
-    """Whether each process sees all cards and uses one of those that --device-ids names. Otherwise the environment
-    decides which cards it sees."""
+    """Whether each process sees all cards and uses one of those specified by --device-ids. Otherwise, the environment
+    determines which cards a process sees."""
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
@@ -99,11 +99,11 @@ class SpecPlatform(Platform):
         refuse_unsupported(vllm_config, load_backend())
         speculative = vllm_config.speculative_config
         if speculative is not None and speculative.method == NGRAM and load_backend().traits.captures:
-            speculative.method = NGRAM_GPU  # the same drafts, for which the device does not wait
+            speculative.method = NGRAM_GPU  # it makes the same drafts, but the device does not wait for them
         _disable_vllm_state_caching(vllm_config)
         _require_whole_images(vllm_config)
         _warn_about_unused_options(vllm_config)
-        # Parse options here, so that mistakes stop the front end and not the engine.
+        # Parse options here, so that mistakes are reported by the front end instead of the engine.
         options = Options.from_vllm(vllm_config)
         if vllm_config.model_config is not None:
             speculation = Speculation.from_vllm(vllm_config)
@@ -115,15 +115,15 @@ class SpecPlatform(Platform):
                 vllm_config.scheduler_config.async_scheduling = False
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
-            # Skipped in an engine's process, where this runs again, and in servers of vLLM's data-parallel supervisor:
-            # vLLM has assigned the cards there.
+            # This check is skipped in an engine's process, where this method runs again, and in servers started by
+            # vLLM's data-parallel supervisor, where vLLM has already assigned the cards.
             if parallel.assigned_physical_gpu_ids and not parallel.data_parallel_external_lb:
                 cls._check_device_ids(parallel.assigned_physical_gpu_ids, parallel.local_world_size)
             parallel.worker_cls = "vllm_gaudi_spec.worker.Worker"
         if parallel.use_ray:
             parallel.ray_runtime_env = _add_device_to_environment(parallel.ray_runtime_env)
         _choose_scheduler(vllm_config.scheduler_config)
-        # The backend captures graphs itself: vLLM's compilation would wrap the model a second time.
+        # The backend captures graphs itself, and vLLM's compilation would wrap the model a second time.
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
@@ -159,11 +159,11 @@ class SpecPlatform(Platform):
 
     @classmethod
     def _align_hybrid_block_size(cls, vllm_config: VllmConfig, backend_cls: Any) -> None:
-        """No-op: KV blocks need not match the size of recurrent states, which are kept by request."""
+        """No-op: KV blocks need not match the size of recurrent states, which are stored per request."""
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """No-op: a drafter's layer may have the same index as one of the target's."""
+        """No-op: a drafter layer may have the same index as a target layer."""
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
@@ -189,7 +189,7 @@ class SpecPlatform(Platform):
 
     @classmethod
     def _norms(cls) -> str:
-        """Return the name under which vLLM's IR knows the device's norms, which `layers.py` beside `cls` registers."""
+        """Return the name of the device's norms in vLLM's IR, registered by `layers.py` in the folder of `cls`."""
         load_backend()  # a data-parallel engine calls this before a worker has loaded the device's software
         provider: str = importlib.import_module(f"{cls.__module__.rpartition('.')[0]}.layers").PROVIDER
         return provider
@@ -224,20 +224,20 @@ class SpecPlatform(Platform):
 
     @classmethod
     def is_sleep_mode_available(cls) -> bool:
-        # vLLM asks only if sleep mode is enabled, and its own refusal names no option.
+        # vLLM calls this only if sleep mode is enabled, and its own refusal does not name an option.
         refuse_sleep(None, load_backend())
         return True
 
 
 class CapturingPlatform(SpecPlatform):
-    """Platform of accelerators, which capture steps as graphs."""
+    """Base class for the platforms of accelerators, which capture steps as graphs."""
 
-    # Out of tree on every device: for the devices it knows, vLLM would load compiled operations.
+    # All devices are out of tree, since vLLM would load compiled operations for the devices that it knows.
     _enum = PlatformEnum.OOT
-    # For vLLM's compiled helpers, some of which are created before the device's software is loaded.
+    # Used by vLLM's compiled helpers, some of which are created before the device's software is loaded.
     simple_compile_backend = "eager"
     loads_on_host = False
-    """Whether weights are assembled on the host and copied once, which saves thousands of small graphs."""
+    """Whether weights are assembled on the host and copied once, which avoids thousands of small graphs."""
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -253,7 +253,7 @@ class CapturingPlatform(SpecPlatform):
             device = load_backend().traits.name
             logger.warning_once("enforce_eager has no effect on %s, where all steps are captured.", device)
         _disable_hybrid_kv_manager(vllm_config)
-        # A process forked from one with an open card has no card, or hangs at exit.
+        # A process forked from one with an open card cannot use the card, or hangs at exit.
         choose_start_method(lambda: "spawn")
 
     @classmethod
@@ -266,19 +266,19 @@ class CapturingPlatform(SpecPlatform):
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        """Return 0: vLLM's front end, which derives the token budget from it, must not open the card."""
+        """Return 0, since vLLM's front end, which derives the token budget from this size, must not open the card."""
         return 0
 
 
 def _choose_scheduler(config: SchedulerConfig) -> None:
-    """Set one of our schedulers. Others neither limit nor count drafts."""
+    """Select one of our schedulers. Other schedulers neither limit nor count drafts."""
     if config.scheduler_cls not in (None, *_SCHEDULERS.values()):
         raise UnsupportedConfigError("Schedulers other than ours are not supported; leave out --scheduler-cls.")
     config.scheduler_cls = _SCHEDULERS[bool(config.async_scheduling)]
 
 
 def _warn_about_unused_options(vllm_config: VllmConfig) -> None:
-    """Warn about options without effect. vLLM itself sets an attention backend for some models (Gemma 4)."""
+    """Warn about options that have no effect. vLLM itself sets an attention backend for some models (Gemma 4)."""
     speculation = vllm_config.speculative_config
     for backend in (vllm_config.attention_config.backend, speculation and speculation.attention_backend):
         if backend is not None:
@@ -298,9 +298,9 @@ def _warn_about_unused_options(vllm_config: VllmConfig) -> None:
 
 
 def _disable_vllm_state_caching(vllm_config: VllmConfig) -> None:
-    """Disable vLLM's caching of recurrent states, which needs states in KV blocks.
+    """Disable vLLM's caching of recurrent states, which requires states in KV blocks.
 
-    Here each request has one state, and the scheduler's `Snapshots` serve the prefix cache.
+    On this platform, each request has one state, and the scheduler's `Snapshots` implements the prefix cache for it.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if model is None or not has_states(model):
@@ -314,9 +314,9 @@ def _disable_vllm_state_caching(vllm_config: VllmConfig) -> None:
 
 
 def _require_whole_images(vllm_config: VllmConfig) -> None:
-    """Make a step compute images as a whole if their tokens attend to each other in both directions.
+    """Ensure that a step computes whole images if their tokens attend to each other bidirectionally.
 
-    vLLM leaves this to its platforms. Its option makes it check at start-up that a step has room for an image.
+    vLLM leaves this to its platforms. With its option set, it checks at start-up that a step has room for an image.
     """
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if model is None or not model.is_mm_prefix_lm:
@@ -338,10 +338,10 @@ def _require_whole_images(vllm_config: VllmConfig) -> None:
 
 
 def _disable_hybrid_kv_manager(vllm_config: VllmConfig) -> None:
-    """Disable the hybrid KV cache manager for models whose layers have KV of different shapes.
+    """Disable the hybrid KV cache manager for models whose layers have differently shaped KV.
 
-    vLLM lets groups of layers share memory, but on these devices KV is a typed tensor. Without groups each layer has
-    its own memory, and sliding windows save none.
+    vLLM lets groups of layers share memory, but on these devices, KV is a typed tensor. Without groups, each layer has
+    separate memory, and sliding windows do not reduce it.
     """
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if model is None or model is not get_target_config(vllm_config) or scheduler.disable_hybrid_kv_cache_manager:
@@ -361,13 +361,13 @@ def _disable_hybrid_kv_manager(vllm_config: VllmConfig) -> None:
 
 
 def _add_device_to_environment(runtime_env: Any) -> dict[str, Any]:
-    """Add VGS_DEVICE to Ray's runtime environment: a rank chooses its platform before it gets other variables."""
+    """Add VGS_DEVICE to Ray's runtime environment, since a rank selects its platform before it gets other variables."""
     env: dict[str, Any] = dict(runtime_env or {})
     return {**env, "env_vars": {DEVICE.name: load_backend().traits.name, **env.get("env_vars", {})}}
 
 
 def _explain_sync_scheduling(vllm_config: VllmConfig, speculation: Speculation | None) -> str | None:
-    """Return why async scheduling is not possible, or None."""
+    """Return why async scheduling is not possible, or None if it is."""
     if vllm_config.model_config.runner_type == "pooling":
         return "a pooler works on the host"
     if speculation is None:

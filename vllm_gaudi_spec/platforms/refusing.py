@@ -1,7 +1,7 @@
-"""Raises on import where vLLM cannot run.
+"""Raises an error on import if vLLM cannot run.
 
-vLLM ignores exceptions of a plugin and would run on one of its own platforms. It does not ignore an exception while it
-imports the module of the platform that a plugin chose.
+vLLM ignores exceptions raised by a plugin and would run on one of its own platforms. It does not ignore an exception
+raised while it imports the platform module that a plugin selected.
 """
 
 from vllm_gaudi_spec.config import UnusableInstallationError

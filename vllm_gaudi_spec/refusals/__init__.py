@@ -1,4 +1,4 @@
-"""Refusals at start-up or of a request. Each is one line that names the option to change."""
+"""Refusals of configurations at start-up and of requests: one-line errors that name the option to change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
             raise UnsupportedConfigError(reason)
 
 
-# Only the first reason is shown. Damaged files come late, since each file is opened.
+# Only the first reason is shown. Damaged files are checked late, since each file must be opened.
 _IN_ORDER: tuple[Callable[[VllmConfig, DeviceBackend], Iterator[str]], ...] = (
     other_file_refusals,
     model_refusals,

@@ -1,4 +1,4 @@
-"""Refusals of weight files: pickles, GGUF, and damaged ones."""
+"""Refusals of weight files: pickles, GGUF, and damaged files."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
-# Patterns of vLLM's loader, and of other files that are pickles.
+# File patterns that vLLM's loader reads, and those of other pickle files.
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-# Values of --load-format that read pickles, or that fall back to them.
+# Values of --load-format that read pickles or fall back to pickles.
 _PICKLE_FORMATS = ("pt", "npcache")
 _FALLING_BACK = ("auto", "hf")
 
 
 def other_file_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """Yield reasons against models whose weights are pickles or GGUF files.
+    """Yield reasons to refuse models whose weights are pickles or GGUF files.
 
     The loader refuses pickles too (`upstream.refuse_pickled_weights`), but later and in the engine's process. In a
-    folder with GGUF files it would find no weights.
+    folder with GGUF files, it would find no weights.
     """
     for model, load_format in list_models(vllm_config):
         if load_format in _PICKLE_FORMATS:
@@ -43,10 +43,10 @@ def other_file_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iter
             yield f"The weights of {model.model} are in GGUF ({gguf[0]}), which is not read; {OTHER_MODEL}."
 
 
-# More than any model has, and built within a minute.
+# More layers than any model has, but few enough to be built within a minute.
 _MANY_LAYERS = 1000
 _CONSOLIDATED = "consolidated*.safetensors"
-# Values of --load-format for which vLLM's loader reads *.safetensors and one index file; auto chooses one of them.
+# Values of --load-format for which vLLM's loader reads *.safetensors and one index file. "auto" selects one of them.
 _SAFETENSORS_FORMATS = ("hf", "safetensors", "fastsafetensors", "instanttensor")
 
 
@@ -60,7 +60,7 @@ def find_weight_files(folder: Path, load_format: str) -> tuple[str, str] | None:
 
 
 def damage_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """Yield reasons against incomplete files, on which the loader would fail minutes later in another process."""
+    """Yield reasons to refuse incomplete files, which the loader would detect minutes later in another process."""
     for model, load_format in list_models(vllm_config):
         folder, num_tensors = Path(model.model), 0
         if (read := find_weight_files(folder, load_format)) is None:
@@ -68,9 +68,9 @@ def damage_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
         files, index = read[0], folder / read[1]
         for file in sorted(folder.glob(files)):
             try:
-                if not file.is_file():  # opening a pipe may never end
+                if not file.is_file():  # opening a pipe may never return
                     raise OSError("it is not a file")
-                with safe_open(file, "np") as tensors:  # compares the header with the file's length
+                with safe_open(file, "np") as tensors:  # checks the header against the file's length
                     num_tensors += len(tensors.keys())
             except (OSError, SafetensorError) as error:
                 yield f"{file} is damaged or was only half written ({error}); copy the model again or name another."
@@ -83,7 +83,7 @@ def damage_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
 
 
 def _find_index_fault(index: Path) -> str | None:
-    """Return what is wrong with an index file, or None."""
+    """Return what is wrong with an index file, or None if nothing is."""
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
         missing = (name for name in sorted(names) if not (index.parent / name).is_file())

@@ -55,13 +55,13 @@ def format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
             yield from _dequantization_refusals(model, load_format)
         elif (reason := backend.weights.missing_kernel(vllm_config, model)) is not None:
             yield from _kernel_refusals(vllm_config, model, reason)
-        # vLLM's own kernels need the same tensors, but vLLM does not check them.
+        # vLLM's own kernels need the same tensors, but vLLM does not check these.
         elif (format := format_if_read(model)) is not None:
             yield from _tensor_refusals(model, format, load_format, damage_alone=True)
 
 
 def _kernel_refusals(vllm_config: VllmConfig, model: ModelConfig, reason: str) -> Iterator[str]:
-    """Yield why a model cannot use the native kernels that --quantization or `weight_kernels` asks for."""
+    """Yield why a model cannot use the native kernels that --quantization or `weight_kernels` selects."""
     if not described(model):
         option = f"--quantization {model.quantization}"
         if model is not vllm_config.model_config:
@@ -79,7 +79,7 @@ def _kernel_refusals(vllm_config: VllmConfig, model: ModelConfig, reason: str) -
 
 
 def _dequantization_refusals(model: ModelConfig, load_format: str) -> Iterator[str]:
-    """Yield reasons against a checkpoint that would be dequantized at load."""
+    """Yield reasons to refuse a checkpoint that would be dequantized when loaded."""
     try:
         format = format_of(model)
     except UnknownFormatError as error:
@@ -95,7 +95,7 @@ def _dequantization_refusals(model: ModelConfig, load_format: str) -> Iterator[s
 def _tensor_refusals(
     model: ModelConfig, format: CheckpointFormat, load_format: str, damage_alone: bool = False
 ) -> Iterator[str]:
-    """Yield the first tensor in a local folder that does not fit its format."""
+    """Yield a reason for the first tensor in a local folder that does not fit the format."""
     folder = Path(model.model)
     if load_format == "dummy" or (files := find_weight_files(folder, load_format)) is None or not folder.is_dir():
         return
@@ -118,7 +118,7 @@ def weight_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
     if model.quantization is not None:
         yield f"{model.model} has quantized weights ({model.quantization}); leave {name} out."
     if cpu_weights == FLOAT16 and vllm_config.cache_config.cache_dtype == FP8_KV:
-        # The kernel's rounding depends on the number of rows, and one bit can change the FP8 number.
+        # The kernel's rounding depends on the number of rows, and one bit can change the rounded FP8 value.
         yield f"{name} float16 may round KV to FP8 differently in verify steps and plain steps; leave it out."
 
 
@@ -126,7 +126,7 @@ def quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> It
     options, model = Options.from_vllm(vllm_config), vllm_config.model_config
     spec_config = vllm_config.speculative_config
     if model is not get_target_config(vllm_config):
-        return  # the drafter's copy of a configuration that is already checked
+        return  # a drafter's copy of a configuration that has already been checked
     quantized = [] if (target := target_config()) is None else [(target, model)]
     if (drafter := drafter_config(options)) is not None:
         if spec_config is None or not has_model(spec_config.method):
@@ -141,7 +141,7 @@ def quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> It
         if vllm_config.parallel_config.data_parallel_size > 1:
             yield f"{config.option} does not work with data parallelism; use --data-parallel-size 1, or unset it."
         if config.measures:
-            # Files of an earlier run are overwritten.
+            # Measuring overwrites files from earlier runs.
             if backend.traits.simulates_quantization and not vllm_config.parallel_config.worker_extension_cls:
                 yield f"{config.option}: {NEEDS_CALIBRATION}"
             continue
@@ -167,7 +167,7 @@ def _quantized_model_refusals(config: QuantConfig, model: ModelConfig, backend: 
 
 # --- scales for FP8 KV ---
 
-# Names of scales in checkpoints that vLLM's loader recognizes.
+# Names of checkpoint scales that vLLM's loader recognizes.
 _SCALE = re.compile(r"\.(?:kv?_scale|v_scale|[kv]_cache\.scale|[kv]_proj\.output_scale)$")
 
 
@@ -175,13 +175,13 @@ def kv_scale_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterat
     if vllm_config.cache_config.cache_dtype != FP8_KV:
         return
     for model, load_format in list_models(vllm_config):
-        if model.quantization is not None and not was_set_aside(model):  # the loader reads no scales of other models
+        if model.quantization is not None and not was_set_aside(model):  # no scales of other models are read
             remedy = suggest_model_dtype(vllm_config)
             yield from (f"{fault}; correct the checkpoint, or {remedy}." for fault in _scale_faults(model, load_format))
 
 
 def _scale_faults(model: ModelConfig, load_format: str) -> Iterator[str]:
-    """Yield what is wrong with scales in a model's local files."""
+    """Yield what is wrong with the scales in a model's local files."""
     folder = find_model_folder(model.model)
     if folder is None or (read := find_weight_files(folder, load_format)) is None:
         return

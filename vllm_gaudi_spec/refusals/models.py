@@ -1,4 +1,4 @@
-"""Refusals of models."""
+"""Refusals of unsupported models."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 _SEEN_BOTH_WAYS = ("gemma3", "gemma4")
-"""`model_type` of models with bidirectional attention within images that were compared with transformers."""
+"""`model_type` of each model with bidirectional attention within images that was tested against transformers."""
 
 
 _POOLING_WITH_STATES = ("ColBERTLfm2Model", "JambaForSequenceClassification")
-"""Pooling models with recurrent layers that were compared with transformers."""
+"""Pooling models with recurrent layers that were tested against transformers."""
 _MEDIA_WITH_STATES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
-"""Models with images and recurrent layers that were compared with transformers."""
+"""Models with images and recurrent layers that were tested against transformers."""
 
 
 def list_models(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
@@ -51,7 +51,7 @@ def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[
 
 
 def _graph_refusals(model: ModelConfig, traits: DeviceTraits) -> Iterator[str]:
-    """Yield reasons against models with layers that the device cannot capture."""
+    """Yield reasons to refuse models with layers that the device cannot capture."""
     if traits.updates_views:
         return
     graphs = f"which graphs of {traits.name} in mode {traits.mode} do not support"
@@ -68,7 +68,7 @@ def _graph_refusals(model: ModelConfig, traits: DeviceTraits) -> Iterator[str]:
 
 
 def _single_model_refusals(model: ModelConfig) -> Iterator[str]:
-    """Yield reasons against a target or a drafter."""
+    """Yield reasons to refuse a single model, which may be a target or a drafter."""
     if any(name in _EMBEDDINGS_ONLY for name in model.architectures):
         yield (
             f"vLLM's {model.architecture} takes embeddings in place of tokens, which is not supported; use another "
@@ -102,7 +102,7 @@ def _single_model_refusals(model: ModelConfig) -> Iterator[str]:
 
 
 def _selection_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """Yield reasons against options with models that select keys. An indexer's key shares a row with the latent key."""
+    """Yield reasons to refuse options for models that select keys, whose indexer keys share rows with latent keys."""
     model = vllm_config.model_config
     if not hasattr(model.hf_text_config, "index_topk"):
         return
@@ -166,22 +166,22 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
 
 
 def _max_image_tokens(media: Any) -> int:
-    """Return the maximum number of tokens per image that the user set, or 0.
+    """Return the maximum number of tokens per image that the user set, or 0 if it is not set.
 
-    The processor's own maximum is less than a sliding window.
+    The processor's default maximum is smaller than a sliding window.
     """
     options = media.mm_processor_kwargs or {}
     return int(options.get("max_soft_tokens") or options.get("images_kwargs", {}).get("max_soft_tokens") or 0)
 
 
 def _keeps_image_sizes(model: ModelConfig) -> bool:
-    """Whether each image size is a new shape, as with Pixtral's encoder in models of Llava's class."""
+    """Whether each image size is a new shape, as with the Pixtral encoder in models of the Llava class."""
     vision = getattr(model.hf_config, "vision_config", None)
     return "LlavaForConditionalGeneration" in model.architectures and getattr(vision, "model_type", "") == "pixtral"
 
 
 def _whole_prompt_refusals(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield options that would split a prompt whose tokens all attend to each other, or let it wait forever."""
+    """Yield reasons to refuse options that would split, or block forever, a prompt with bidirectional attention."""
     name, scheduler = vllm_config.model_config.model, vllm_config.scheduler_config
     if scheduler.long_prefill_token_threshold:
         yield f"{name} computes a prompt in one step; leave out --long-prefill-token-threshold."
@@ -217,7 +217,7 @@ def _pooling_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterat
 
 
 def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """Yield reasons against options with targets that have recurrent layers."""
+    """Yield reasons to refuse options for targets with recurrent layers."""
     name, cache = vllm_config.model_config.model, vllm_config.cache_config
     traits, model = backend.traits, vllm_config.model_config
     compared = traits.recurrent_models
@@ -241,15 +241,15 @@ def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
         yield "Recurrent layers are computed without the kernels of ReplaySSM; leave out --use-replayssm."
 
 
-# vLLM classes that take embeddings only, even for text.
+# vLLM classes that take only embeddings, even for text.
 _EMBEDDINGS_ONLY = ("VoxtralRealtimeGeneration",)
-# vLLM classes whose text is served, but whose images and sound were never compared with transformers.
+# vLLM classes that are served for text, but whose image and audio inputs were never tested against transformers.
 _TEXT_ONLY = ("Gemma3nForConditionalGeneration",)
 # vLLM classes that pass ALiBi slopes to their layers.
 _SLOPES = ("BloomForCausalLM", "FalconForCausalLM")
-# vLLM classes with slopes of the square root of distances, for which `uses_alibi` is False.
+# vLLM classes with ALiBi on the square root of distances, for which `uses_alibi` is False.
 _ROOT_SLOPES = ("Step1ForCausalLM",)
-# vLLM classes with DeepSeek-V3.2's indexer that were compared with transformers, and that of their MTP layers.
+# vLLM classes with DeepSeek-V3.2's indexer, and the class for their MTP layers, tested against transformers.
 _SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32MTPModel")
 _SINK_KEYS = ("PanguProMoEV2ForCausalLM",)
 
@@ -261,7 +261,7 @@ def _selects_keys(model: ModelConfig) -> bool:
 
 
 def _has_other_slopes(model: ModelConfig) -> bool:
-    """Whether the model uses ALiBi in a way that our attention does not support."""
+    """Whether the model uses a form of ALiBi that our attention does not support."""
     if any(name in _ROOT_SLOPES for name in model.architectures):
         return True
     return model.uses_alibi and not any(name in _SLOPES for name in model.architectures)
@@ -280,7 +280,7 @@ def _gate_refusals(model: ModelConfig) -> Iterator[str]:
 
 
 def _kimi_refusals(model: ModelConfig) -> Iterator[str]:
-    """Yield reasons against Kimi K3, whose configuration vLLM treats as Kimi Linear's."""
+    """Yield reasons to refuse Kimi K3, whose configuration vLLM treats as that of Kimi Linear."""
     if "KimiLinearForCausalLM" not in model.architectures:
         return
     config = model.hf_text_config
@@ -294,7 +294,7 @@ def _kimi_refusals(model: ModelConfig) -> Iterator[str]:
 
 
 def expert_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """Yield reasons against options with models whose experts data-parallel ranks share."""
+    """Yield reasons to refuse options for models whose experts data-parallel ranks share."""
     parallel = vllm_config.parallel_config
     if ranks_in_step(vllm_config) == 1:
         return

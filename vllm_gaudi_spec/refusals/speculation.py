@@ -1,4 +1,4 @@
-"""Refusals of speculative configurations for all drafters; those of single drafters are in `drafters.py`."""
+"""Refusals of speculative configurations that apply to all drafters; `drafters.py` has drafter-specific ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
-# Options that no method reads, and what the message adds.
+# Maps options that no method reads to an addition to the error message.
 _NO_EFFECT = {
     "disable_padded_drafter_batch": ", since all rows of a batch draft in one shape",
     "index_share_for_mtp_iteration": "",
@@ -56,14 +56,14 @@ def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
             f"set num_speculative_tokens in --speculative-config to {MAX_DRAFTS} or less."
         )
     if spec_config.enable_adaptive_verification and ranks_in_step(vllm_config) > 1:
-        # A rank that tries fewer drafts is widened to its peers, so the times say nothing of its own choice.
+        # If a rank tries fewer drafts, it is padded to its peers' shape, so its times do not reflect its own choice.
         yield (
             "enable_adaptive_verification is not supported with data parallelism of a mixture of experts; leave it out "
             "of --speculative-config."
         )
     shortest = 1 + spec_config.num_speculative_tokens
     if 0 < (threshold := vllm_config.scheduler_config.long_prefill_token_threshold) < shortest:
-        # vLLM schedules a whole step of drafts for a resumed request, and fails if the threshold cuts it.
+        # vLLM schedules a full step of drafts for a resumed request and fails if the threshold shortens the step.
         yield (
             f"--long-prefill-token-threshold {threshold} cuts steps of {shortest - 1} drafts; set it to {shortest} or "
             "more, or leave it out."
@@ -114,7 +114,7 @@ def _audit_refusals(vllm_config: VllmConfig, options: Options) -> Iterator[str]:
     if vllm_config.speculative_config is None:
         yield f"{option} has no effect without speculation; leave it out, or give a --speculative-config."
     elif ranks_in_step(vllm_config) > 1:
-        # An audit on one rank would need steps of all ranks, which only clients' requests start.
+        # An audit on one rank would need steps on all ranks, which only client requests start.
         yield f"{option} is not supported with data parallelism of a mixture of experts; leave it out."
 
 
@@ -153,7 +153,7 @@ def _useless_universal_options(options: Options, used: str) -> Iterator[str]:
 
 
 def list_installed_logits_processors() -> list[str]:
-    """Return the logits processors of installed packages, which vLLM adds to the user's except with speculation."""
+    """Return the logits processors in installed packages. vLLM adds them to the user's if speculation is disabled."""
     from vllm_gaudi_spec.upstream.sampling import LOGITSPROCS_GROUP
 
     return sorted(processor.name for processor in entry_points(group=LOGITSPROCS_GROUP))

@@ -1,8 +1,8 @@
-"""Method `universal_draft` inside vllm-ascend, with its platform, its worker and its version of vLLM.
+"""Method `universal_draft` in vllm-ascend, with vllm-ascend's platform, worker, and vLLM version.
 
-Nothing in this folder needs the vLLM of our own platform. It shares `drafting/universal/`, `config.py` and
-`environment/` with it. `versions.py` has the supported releases, `patches.py` changes them, `proposer.py` is the
-drafter.
+Nothing in this folder needs the vLLM version of our own platform. Both share `drafting/universal/`, `config.py`, and
+`environment/`. `versions.py` lists the supported releases, `patches.py` contains the patches to them, and `proposer.py`
+implements the drafter.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def is_active() -> bool:
 
 
 def register() -> None:
-    """Add the method to vllm-ascend and its vLLM, or refuse it with unsupported releases.
+    """Add the method to vllm-ascend and its vLLM, or refuse it if their releases are not supported.
 
-    Can be called repeatedly, as vLLM does in each of its processes.
+    This function can be called repeatedly, as vLLM does in each of its processes.
     """
     from vllm_gaudi_spec.integrations.vllm_ascend import patches, versions
 

@@ -1,6 +1,6 @@
-"""All in-memory changes to vllm-ascend and its vLLM, each with its reason and when it can be removed.
+"""All in-memory patches to vllm-ascend and its vLLM, each with its reason and its condition for removal.
 
-tests/integrations/ fails if upstream changes what a patch relies on.
+The tests in tests/integrations/ fail if upstream changes what a patch depends on.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def apply() -> None:
 
 
 def admit_universal_draft() -> None:
-    """Accept method `universal_draft` in a speculative configuration, as a `draft_model` with its own vocabulary.
+    """Accept method `universal_draft` in a speculative configuration, as a `draft_model` with a separate vocabulary.
 
-    Reason: vLLM's list of methods is closed, it gives a drafter the target's tokenizer, and it refuses vocabularies of
-    different sizes. All its other decisions by method must be those for a draft model.
-    Remove when: the vLLM that vllm-ascend runs on has `use_heterogeneous_vocab`, and vllm-ascend supports it.
+    Reason: vLLM has a fixed list of methods, gives a drafter the target's tokenizer, and refuses vocabularies of
+    different sizes. All of its other method-dependent decisions must be those for a draft model.
+    Remove when: the vLLM release used by vllm-ascend has `use_heterogeneous_vocab`, and vllm-ascend supports it.
     """
     from vllm.config import SpeculativeConfig
 
@@ -77,9 +77,9 @@ def is_universal(config: Any) -> bool:
 def make_universal_proposers() -> None:
     """Make vllm-ascend's `get_spec_decode_method` return our proposer for this method.
 
-    Reason: it chooses among its own classes by the method's name. It is wrapped when a worker starts, because its
-    module can only be imported after others, which vllm-ascend's worker imports in the right order.
-    Remove when: vllm-ascend lets a plugin add a method.
+    Reason: it selects one of its own classes by the method's name. It is wrapped when a worker starts, because its
+    module can only be imported after other modules, which vllm-ascend's worker imports in the right order.
+    Remove when: vllm-ascend lets plugins add methods.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -111,10 +111,10 @@ def _get_spec_decode_method(
 
 
 def refuse_universal_draft(reason: str) -> None:
-    """Refuse the method with the reason why it is not supported.
+    """Refuse the method and explain why it is not supported.
 
-    Reason: vLLM would only list its own methods.
-    Remove when: no unsupported releases are left.
+    Reason: vLLM's own error would only list its methods.
+    Remove when: there are no unsupported releases.
     """
     from vllm.config import SpeculativeConfig
 
