@@ -1,1 +1,1 @@
-"""Commands beside the engine, which imports none of them."""
+"""Command-line tools around the engine, which imports none of them."""

@@ -1,7 +1,7 @@
-"""`gaudi-spec chat`: a conversation with a running server, with accepted drafts in color.
+"""`gaudi-spec chat`: a conversation with a running server that shows accepted drafts in color.
 
-A server sends the tokens of a step in one event: the accepted drafts, then the token that the target added. So all but
-the last token of an event were drafts. The exceptions are listed in docs/reference/command_line.md.
+A server sends a step's tokens in one event: the accepted drafts, then the token that the target added. Therefore, all
+tokens in an event except the last were drafts. docs/reference/command_line.md lists the exceptions.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ def talk(server: Server, options: argparse.Namespace) -> None:
 
 
 def read_messages() -> Iterator[str]:
-    """Yield the lines that are not blank."""
+    """Yield the input lines that are not blank."""
     if not sys.stdin.isatty():
         yield from filter(None, map(str.strip, sys.stdin))
         return
-    import readline  # noqa: F401 - gives input() its history and its editing
+    import readline  # noqa: F401 - adds history and line editing to input()
 
     while True:
         try:
@@ -112,12 +112,12 @@ def read_messages() -> Iterator[str]:
 
 
 def read_counts(server: Server) -> tuple[int, float | None]:
-    """Return the maximum number of drafts per step and the accepted drafts of all requests; 0 and None if unknown."""
+    """Return the maximum number of drafts per step and all accepted drafts of the server, or 0 and None if unknown."""
     from vllm_gaudi_spec.tools.top import ACCEPTED, PER_POSITION, NotMetrics, Reading
 
     try:
         reading = Reading(server.read_metrics(), 0.0)
-    except (ServerError, NotMetrics):  # the server is not vLLM, or busy
+    except (ServerError, NotMetrics):  # the server is not vLLM or is busy
         return 0, None
     return len(reading.sum_by("position", PER_POSITION)), reading.sum(ACCEPTED)
 
@@ -128,15 +128,15 @@ class Piece(NamedTuple):
 
 
 class Answer:
-    """A streamed answer, which is complete when its pieces have been read."""
+    """A streamed answer, which is complete once all of its pieces have been read."""
 
     def __init__(self, k: int) -> None:
-        """`k` is the maximum number of drafts per step, or 0 if it is unknown."""
+        """`k` is the maximum number of drafts per step, or 0 if unknown."""
         self.k = k
         self.text = self.finish_reason = ""
         self.num_tokens = self.num_drafts = self.num_unknown = 0
         self.num_accepted: float | None = None
-        """Accepted drafts by the server's count, which includes other requests; None if unknown."""
+        """Number of accepted drafts counted by the server, which includes other requests, or None if unknown."""
 
     def read(self, events: Iterable[dict[str, Any]]) -> Iterator[Piece]:
         for event in events:
@@ -152,7 +152,7 @@ class Answer:
         self.text += text
         num_tokens = len(choice.get("token_ids") or ())
         self.num_tokens += num_tokens
-        # It is unknown which tokens are shown when reasoning ends in a step, or when its text is held back.
+        # It is unknown which tokens are shown if reasoning ends within a step or if the step's text is held back.
         is_divided = num_tokens > 1 and (reasoning or not text)
         if num_tokens > self.k + 1 or is_divided:
             self.num_unknown += num_tokens
@@ -177,7 +177,7 @@ class Answer:
 
 
 def _measure_last_token(choice: dict[str, Any], text: str) -> int:
-    """Return the length of the last token's text in its event; 0 for an end token or a partial character."""
+    """Return the length of the last token's text in its event, or 0 for an end token or a partial character."""
     entries = (choice.get("logprobs") or {}).get("content") or ()
     last = entries[-1]["token"] if entries else ""
     return len(last) if text.endswith(last) else 0
@@ -187,14 +187,14 @@ class Conversation:
     def __init__(self, server: Server, k: int, options: dict[str, Any]) -> None:
         self._server, self._k = server, k
         self._options = options | {"stream": True}
-        if k:  # the token ids show what is a draft, and the tokens' texts where the draft ends
+        if k:  # token IDs show which tokens are drafts, and token texts show where the drafts end
             self._options |= {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
         self.messages: list[dict[str, str]] = []
 
     def ask(self, message: str, show: Callable[[Piece], None]) -> Answer:
-        """Send the message and show the answer. Both join the conversation, unless the server refuses.
+        """Send the message and show the answer. Both are added to the conversation unless the server refuses.
 
-        A KeyboardInterrupt stops the answer, at the server too.
+        A KeyboardInterrupt stops the answer, also on the server.
         """
         question = {"role": "user", "content": message}
         _, before = read_counts(self._server)
@@ -207,14 +207,14 @@ class Conversation:
             except KeyboardInterrupt:
                 answer.finish_reason = _INTERRUPTED
         _, after = read_counts(self._server)
-        if before is not None and after is not None and after >= before:  # less: the server was restarted
+        if before is not None and after is not None and after >= before:  # less after a server restart
             answer.num_accepted = after - before
         self.messages += [question, {"role": "assistant", "content": answer.text}]
         return answer
 
 
 class Screen:
-    """Prints a conversation: with colors on a terminal, elsewhere only the answers."""
+    """Prints a conversation, in color on a terminal and as plain answers elsewhere."""
 
     def __init__(self, file: TextIO) -> None:
         from rich.console import Console

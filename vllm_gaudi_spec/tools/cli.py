@@ -1,4 +1,4 @@
-"""`gaudi-spec`: the command line. Nothing heavy is imported before a command needs it."""
+"""`gaudi-spec`: the command line. Expensive modules are imported only when a command needs them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         parser.exit(output.USAGE)
     options = parser.parse_args(arguments)
-    verbose = getattr(options, "verbose", False)  # some commands do not have it
+    verbose = getattr(options, "verbose", False)  # some commands do not have this option
     return output.guard(options.command, lambda: COMMANDS[options.command].start(options, arguments), verbose=verbose)
 
 

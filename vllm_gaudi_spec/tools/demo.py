@@ -21,7 +21,7 @@ Examples:
 
 {comparison.DESCRIPTION}"""
 FOLDER = Path(".demo")
-# The speedup is largest at concurrency 1, and few prompts keep the demo short.
+# The speedup is largest at concurrency 1, and using few prompts keeps the demo short.
 DEFAULTS: dict[str, Any] = {
     "task": [comparison.COMPARE],
     "osl": 64,
@@ -45,7 +45,7 @@ def add_to(commands: Any) -> None:
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Check the options before anything heavy is loaded, then start the engines."""
+    """Check the options before anything expensive is loaded, then start the engines."""
     options.tasks = comparison.list_tasks(options)
     mistake = find_model_mistake(options.model, options.draft_model) or versions.explain_unusable_vllm()
     mistake = mistake or make_folder(options) or comparison.find_mistake(options)
@@ -53,17 +53,17 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         return fail("demo", mistake)
     variables = unless_set(
         VLLM_LOGGING_LEVEL="WARNING",
-        VLLM_LOGGING_STREAM="ext://sys.stderr",  # stdout is for the table
+        VLLM_LOGGING_STREAM="ext://sys.stderr",  # stdout is reserved for the table
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
-        # Engines are forked from a process that has loaded it, which is faster than loading it in each.
+        # Engines are forked from a process that has loaded OpenMP, which is faster than loading it in each engine.
         **({"LD_PRELOAD": str(OPENMP), "KMP_BLOCKTIME": "1"} if OPENMP.exists() else {}),
     )
     return run_module("vllm_gaudi_spec.tools.compare.run", variables, add_defaults(options, arguments[1:]))
 
 
 def make_folder(options: argparse.Namespace) -> str | None:
-    """Make the default folder, and return a message if that fails. A folder that the user names must exist."""
+    """Create the default folder and return a message if that fails. A user-specified folder must already exist."""
     if any(getattr(options, name) == DEFAULTS[name] for name in ("json", "report")):
         try:
             FOLDER.mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
-"""`gaudi-spec estimate`: how long steps take on a Gaudi, by planning constants that also predict published figures.
+"""`gaudi-spec estimate`: the estimated step times on a Gaudi, using constants that also predict published figures.
 
-Nothing here was measured by this project, which has never run on a Gaudi.
+This project has measured none of these figures, since it has never run on a Gaudi.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ EVIDENCE = (
 class Model:
     name: str
     parameters: float
-    """Without the input embeddings, which a step does not read."""
+    """Number of parameters without the input embeddings, which a step does not read."""
     layers: int
     heads: int
     kv_heads: int = 8
@@ -78,22 +78,22 @@ LLAMA_8B = Model("Llama 3.1 8B", 7.5e9, 32, 32)
 LLAMA_70B = Model("Llama 3.1 70B", 69.5e9, 80, 64)
 
 BLOCK = 128
-# Bytes read and written per attention score, where neighboring elementwise operations are fused and reductions are not.
+# Bytes read and written per attention score if adjacent elementwise operations are fused but reductions are not.
 _FLOAT32_SCORES, _BFLOAT16_SCORES = 28, 12
 
 
 @dataclass(frozen=True)
 class Way:
-    """How decode attention reads KV."""
+    """A way for decode attention to read KV."""
 
     name: str
     blocks: int | None
-    """Number of blocks in a matrix product; None for as many as `attention.flat.choose_group` returns."""
+    """Number of blocks in a matrix product, or None to use `attention.flat.choose_group`."""
     score_bytes: int
     flattens: bool = False
-    """Whether each query is a row of its own, for which the KV is read again."""
+    """Whether each query is a separate row, for which the KV is read again."""
     copies: bool = True
-    """Whether blocks are gathered, rather than read where they are."""
+    """Whether blocks are gathered instead of being read in place."""
 
 
 OURS = Way("here", None, _BFLOAT16_SCORES)
@@ -104,17 +104,17 @@ WAYS = (BEFORE, OURS, FLATTENED, CONTIGUOUS)
 
 
 def estimate_forward(card: Card, model: Model, tokens: int, ranks: int, *, fp8: bool = False) -> float:
-    """Return the seconds of a forward pass without attention."""
+    """Return the seconds for a forward pass without attention."""
     weights = model.parameters * (1 if fp8 else 2) / ranks / card.bandwidth
     operations = 2 * model.parameters * tokens / ranks / ((card.fp8 if fp8 else card.bf16) * MME_SHARE)
-    # Logits are written, read in float32 and reduced.
+    # Logits are written, read in float32, and reduced.
     sampling = tokens * model.vocabulary * 12 / card.bandwidth
     exchanges = 2 * model.layers * 2 * HANDOFF if ranks > 1 else 0.0
     return max(weights, operations) + sampling + GAPS + exchanges
 
 
 def estimate_attention(card: Card, model: Model, way: Way, rows: int, context: int, queries: int, ranks: int) -> float:
-    """Return the seconds of decode attention over paged KV in bfloat16, in all layers."""
+    """Return the seconds for decode attention over paged KV in bfloat16, in all layers."""
     from vllm_gaudi_spec.attention.flat import choose_group
 
     repeats = queries if way.flattens else 1
@@ -122,17 +122,17 @@ def estimate_attention(card: Card, model: Model, way: Way, rows: int, context: i
     group = way.blocks or choose_group(num_blocks, rows)
     entries = (num_blocks + rows * (group - 1)) // group * repeats
     keys, heads, size = group * BLOCK, model.kv_heads / ranks, model.head_size
-    # A gather reads and writes keys and values; the products read them.
+    # A gather reads and writes keys and values, and the matrix products then read them.
     kv_bytes = (3 if way.copies else 1) * 2 * entries * keys * heads * size * 2
     score_bytes = entries * keys * model.heads / ranks * (queries / repeats) * way.score_bytes
     vectors = score_bytes / min(card.bandwidth, card.tpcs * TPC_BYTES * card.clock)
-    # A core multiplies the common dimension in as many cycles, for up to 256 columns.
+    # A core needs one cycle per element of the common dimension, for up to 256 columns.
     cycles = entries * heads * (size * -(-keys // 256) + keys)
     return model.layers * (kv_bytes / card.bandwidth + vectors + cycles / card.mme_cores / card.clock)
 
 
 def estimate_step(card: Card, model: Model, way: Way, rows: int, context: int, drafts: int, ranks: int) -> float:
-    """Return the seconds of a decode step that verifies drafts, those of drafting left out."""
+    """Return the seconds for a decode step that verifies drafts, excluding the time for drafting."""
     attention = estimate_attention(card, model, way, rows, context, drafts + 1, ranks)
     return estimate_forward(card, model, rows * (drafts + 1), ranks) + attention
 
@@ -150,7 +150,7 @@ class Published:
     tokens_per_second: float
 
     def predict(self) -> float:
-        """Return the tokens per second, with KV that is contiguous and read once."""
+        """Return the number of tokens per second if KV is contiguous and read once."""
         card, model = CARDS[self.card], self.model
         token_bytes = 2 * model.layers * model.kv_heads * model.head_size / self.ranks
         context = self.prompt + self.answer / 2
@@ -193,7 +193,7 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def list_steps(card: Card) -> list[dict[str, Any]]:
-    """Return a row for each model, batch, context and number of drafts, with milliseconds for each way."""
+    """Return a row for each model, batch, context, and number of drafts, with the milliseconds for each way."""
     cells = product(((LLAMA_8B, 1), (LLAMA_70B, 8)), (1, 32, 128), (1024, 4096, 16384), (0, 3, 7))
     return [
         {"model": model.name, "ranks": ranks, "rows": rows, "context": context, "drafts": drafts}

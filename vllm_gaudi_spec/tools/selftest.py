@@ -1,6 +1,6 @@
-"""`gaudi-spec selftest`.
+"""`gaudi-spec selftest`: its options, and the self-test of the device.
 
-As a program, this is the part that opens the device, in a process whose environment `start` has set.
+When run as a program, this module opens the device, after `start` has set the environment.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if mistake := output.find_mistake("--json", options.json) or versions.explain_unusable_vllm():
         return output.fail("selftest", mistake)
     variables = {
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # vLLM logs to stdout, which is for the table
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # vLLM logs to stdout by default, but stdout is for the table
         "VLLM_LOGGING_LEVEL": "INFO" if options.verbose else "WARNING",
     }
     return output.run_module(__name__, variables, arguments)
 
 
-# ---- in the process with the device ------------------------------------------------------------------------
+# ---- in the process that opens the device ------------------------------------------------------------------
 
 
 def run_checks(options: argparse.Namespace) -> int:
     try:
         result = check_device(options.dtype)
-    except ModuleNotFoundError:  # `output.guard` has the remedy
+    except ModuleNotFoundError:  # `output.guard` prints the remedy
         raise
     except Exception as error:
         if options.verbose:
@@ -86,7 +86,7 @@ def check_device(dtype: str) -> Result:
     if not is_active():
         raise ValueError("vLLM runs on another platform plugin; set VLLM_PLUGINS to gaudi_spec, or set VGS_DEVICE")
     backend = load_backend()
-    # As a worker does before it loads a model.
+    # Do this as a worker does before it loads a model.
     current_platform.set_device(torch.device(backend.traits.torch_device.type, 0))
     current_platform.import_kernels()
     return self_test(backend, getattr(torch, dtype))

@@ -1,4 +1,4 @@
-"""Requests of `chat` and `top` to a server; each failure is a `ServerError` of one line with the remedy."""
+"""Server requests for `chat` and `top`. Each failure is a one-line `ServerError` with a remedy."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
     import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-# A server that is busy with a large prompt answers late.
+# A server that is busy with a large prompt responds late.
 _SECONDS = 10.0
 _SECONDS_OF_A_STREAM = 600.0
 
 
 class ServerError(Exception):
-    """Raised if a request failed; the message names the server and the remedy."""
+    """Raised if a request failed. The message contains the server's address and a remedy."""
 
     def __init__(self, message: str) -> None:
         super().__init__(make_printable(message))
 
 
 def make_printable(text: str) -> str:
-    """Replace control characters other than newlines and tabs, which could steer the terminal."""
+    """Replace control characters, which could control the terminal, except for newlines and tabs."""
     return "".join(
         "\N{REPLACEMENT CHARACTER}" if unicodedata.category(one) == "Cc" and one not in "\n\t" else one for one in text
     )
 
 
 def find_base(url: str) -> str:
-    """Return the root of the server from any of its addresses, such as that of /v1 or /metrics."""
+    """Return the server's root URL for any of its URLs, such as those of /v1 or /metrics."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -47,13 +47,13 @@ def find_base(url: str) -> str:
 
 class Server:
     def __init__(self, url: str, key: str | None = None) -> None:
-        """Prepare requests to `url`. The key is a secret: no other address gets it, and no message contains it."""
+        """Prepare requests to `url`. The key is secret: it is sent to no other address and appears in no message."""
         import httpx
 
         self.base = find_base(url)
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ValueError("OPENAI_API_KEY has a character that is not allowed in a header")
-        # A proxy of the environment cannot reach this machine's own addresses.
+        # A proxy in the environment cannot reach this machine's own addresses.
         is_local = urlsplit(self.base).hostname in ("localhost", "127.0.0.1", "::1")
         self._client = httpx.Client(
             headers={} if key is None else {"Authorization": f"Bearer {key}"}, timeout=_SECONDS, trust_env=not is_local
@@ -64,7 +64,7 @@ class Server:
             return make_printable(response.read().decode(errors="replace"))
 
     def find_model(self) -> str:
-        """Return the id of the server's first model."""
+        """Return the ID of the server's first model."""
         with self._request("GET", "/v1/models") as response:
             try:
                 return str(json.loads(response.read())["data"][0]["id"])
@@ -74,7 +74,7 @@ class Server:
                 ) from None
 
     def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """Yield the events of a streamed answer as they arrive; raise an error that the server sends among them."""
+        """Yield the events of a streamed answer as they arrive, and raise an error if the server sends one."""
         with self._request("POST", path, json=body, timeout=_SECONDS_OF_A_STREAM) as response:
             for line in _split_lines(response.iter_bytes()):
                 if not line.startswith("data:"):
@@ -108,7 +108,7 @@ class Server:
 
 
 def _split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Split at line feeds alone: the text of an event may contain Unicode's other line separators."""
+    """Split only at line feeds, since the text of an event may contain Unicode's other line separators."""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -129,7 +129,7 @@ def _explain_refusal(response: httpx.Response) -> str:
 
 
 def _find_message(answer: Any) -> str:
-    """Return the message of an error; vLLM nests it in `error`, and its web framework names it `detail`."""
+    """Return an error's message. vLLM nests the message in `error`, and its web framework calls it `detail`."""
     for name in ("error", "detail", "message"):
         if isinstance(answer, dict) and name in answer:
             answer = answer[name]

@@ -71,7 +71,7 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def read(server: Server) -> Reading:
-    """Read the metrics, and refuse those of a server without this plugin."""
+    """Read the metrics, and raise an error if the server does not run this plugin."""
     reading = Reading(server.read_metrics(), time.monotonic())
     if reading.has(_STEPS):
         return reading
@@ -95,7 +95,7 @@ def name_columns(history: History) -> tuple[str, ...]:
 
 
 def show_live(history: History, server: Server, interval: float) -> None:
-    """Show the screen until Ctrl-C, and wait for a server that goes away."""
+    """Update the screen until Ctrl-C is pressed. If the server becomes unavailable, wait for it."""
     from rich.console import Console
     from rich.live import Live
 
@@ -143,14 +143,14 @@ _ROWS = f"{metrics.ROWS}_total"
 
 
 class NotMetrics(ValueError):
-    """Raised for a text that is not in Prometheus' format."""
+    """Raised for text that is not in the Prometheus format."""
 
 
 class Reading:
-    """All samples of one moment, summed over engines."""
+    """All samples read at one time, summed over engines."""
 
     def __init__(self, text: str, at: float) -> None:
-        """Parse the text; `at` is the time in seconds, on a clock that all readings share."""
+        """Parse the text. `at` is the time in seconds on a clock shared by all readings."""
         from prometheus_client.parser import text_string_to_metric_families
 
         self.at = at
@@ -166,14 +166,14 @@ class Reading:
         return name in self._samples
 
     def sum(self, name: str) -> float:
-        """Return the sum over all engines and labels; 0 without samples."""
+        """Return the sum over all engines and labels, or 0 if there are no samples."""
         return sum(sample.value for sample in self._samples.get(name, ()))
 
     def max(self, name: str) -> float:
         return max((sample.value for sample in self._samples.get(name, ())), default=0.0)
 
     def sum_by(self, label: str, name: str) -> dict[str, float]:
-        """Return the sums by value of one label, in the order of the text."""
+        """Return the sum for each value of a label, in the order of the text."""
         found: dict[str, float] = {}
         for sample in self._samples.get(name, ()):
             if (value := sample.labels.get(label)) is not None:
@@ -182,7 +182,7 @@ class Reading:
 
 
 class Span(NamedTuple):
-    """Two readings; without the first one, increments count from the server's start."""
+    """Two readings. Without the first one, increases are counted from the server's start."""
 
     first: Reading | None
     last: Reading
@@ -204,7 +204,7 @@ class Span(NamedTuple):
 
 
 class History:
-    """The readings of the last seconds."""
+    """The readings from the last few seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -214,13 +214,13 @@ class History:
         if self._readings and any(reading.sum(name) < self._readings[-1].sum(name) for name in (_STEPS, _GENERATED)):
             self._readings.clear()  # the server was restarted
         self._readings.append(reading)
-        # Keep one reading that is older than the window, to look back that far.
+        # Keep one reading that is older than the window, so that the rates cover the whole window.
         while len(self._readings) > 2 and reading.at - self._readings[1].at >= self._seconds:
             self._readings.popleft()
 
     @property
     def seconds(self) -> float:
-        """Seconds between the first and the last reading, over which rates are computed."""
+        """Seconds between the first and last readings, over which rates are computed."""
         return self._readings[-1].at - self._readings[0].at
 
     def make_rows(self) -> Iterator[Row]:
@@ -235,7 +235,7 @@ _ALARM, _WARNING = "bold red", "yellow"
 
 
 class Row(NamedTuple):
-    """A line of the screen: `now` and `since_start` are text, `values` are the same as numbers."""
+    """A line on the screen. `now` and `since_start` are text, and `values` contains the same data as numbers."""
 
     title: str
     now: str
@@ -268,7 +268,7 @@ def _make_rows(recent: Span, seconds: float) -> Iterator[Row]:
         return figure(title, compute, lambda value: _show(value and scale * value, pattern))
 
     def faults(title: str, name: str, growing: str) -> Row:
-        """Show a count, in yellow once the fault has stopped."""
+        """Show a count, in style `growing` while it increases and in yellow afterwards."""
         style = growing if recent.increase(name) else _WARNING if whole.increase(name) else ""
         return figure(title, lambda span: span.increase(name), "{:,.0f}".format, style)
 

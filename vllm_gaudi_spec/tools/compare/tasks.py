@@ -1,4 +1,4 @@
-"""The tasks of a comparison and its options. Nothing heavy is imported here."""
+"""The tasks in a comparison, and its options. This module imports nothing expensive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = [
     "The president of the United States is",
     "The capital of France is",
     "The future of AI is",
-    "San Francisco is know for its",  # spelled as in the set that published figures use
+    "San Francisco is know for its",  # spelled as in the prompt set used for published figures
     "Facebook was created in 2004 by",
     "Curious George is a",
     "Python 3.11 brings improvements to its",
@@ -31,18 +31,18 @@ class Task:
     method: str | None
     """vLLM's name for the method, or None for the baseline."""
     options: tuple[str, ...] = ()
-    """Options of the command that vLLM accepts under the same name."""
+    """The command's options that vLLM accepts under the same name."""
     needs_draft_model: bool = False
     parallel_drafting: bool = False
-    """Whether one forward pass of the draft model yields all drafts."""
+    """Whether the draft model makes all drafts in one forward pass."""
     remembers_answers: bool = False
-    """Whether it drafts from finished requests, so that a second turn would measure something else."""
+    """Whether the method drafts from finished requests, so that a second turn would measure something else."""
     demo_drafter: str | None = None
     """The folder of the demo's drafter, under demo/."""
     demo_target: str | None = None
     """The folder of the demo's target under demo/, if it is not the demo model."""
     demo_drafts: int | None = None
-    """The maximum number of drafts of the demo's drafter, if it has a limit."""
+    """Maximum number of drafts that the demo's drafter supports, if it has a limit."""
 
 
 BASELINE = "baseline"
@@ -70,7 +70,7 @@ def _task(name: str, row: Method) -> Task:
 
 TASKS = {
     BASELINE: Task(None),
-    # custom_class is left out, since it needs a class of the user's.
+    # custom_class is left out, since it requires a user-defined class.
     **{name: _task(name, row) for name, row in METHODS.items() if "model" not in row.options},
     UNIVERSAL_DRAFT: _task(UNIVERSAL_DRAFT, METHODS[DRAFT_MODEL]),
     "peagle": replace(_task(EAGLE3, METHODS[EAGLE3]), parallel_drafting=True, demo_drafter="tiny/peagle"),
@@ -78,7 +78,7 @@ TASKS = {
 COMPARE = "compare"
 COMPARED = (BASELINE, "ngram", DRAFT_MODEL, UNIVERSAL_DRAFT)
 DEMO = Path(__file__).parents[2] / "demo"
-"""The drafters of the demo model: links to demo/ in a checkout, folders in a wheel."""
+"""The demo model's drafters, which are links to demo/ in a checkout and folders in a wheel."""
 _RULES = [rule for rule in RULES if rule != "synthetic"]
 _DRAFTING = ("greedy", "probabilistic", "coupled")
 
@@ -101,7 +101,7 @@ def make_speculative_config(name: str, options: argparse.Namespace) -> dict[str,
 
 
 def find_draft_model(name: str, options: argparse.Namespace) -> str | None:
-    """Return the user's draft model, else the demo's if the target is the demo model."""
+    """Return the demo's drafter if the user named no model, and otherwise the user's draft model."""
     drafter = TASKS[name].demo_drafter
     return str(DEMO / drafter) if drafter and uses_demo_drafter(name, options) else options.draft_model
 
@@ -111,7 +111,7 @@ def uses_demo_drafter(name: str, options: argparse.Namespace) -> bool:
 
 
 def find_demo_targets(options: argparse.Namespace) -> set[str | None]:
-    """Return the targets of the tasks that draft; None stands for the demo model."""
+    """Return the targets of the tasks that draft. None represents the demo model."""
     drafting = [TASKS[name] for name in options.tasks if TASKS[name].method is not None]
     return {task.demo_target for task in drafting} or {None}
 
@@ -145,7 +145,7 @@ options.
 
 
 def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --batch-size") -> None:
-    """Add the options of a comparison; `num_prompts` describes the default of that option."""
+    """Add the options for a comparison. `num_prompts` describes the default of `--num-prompts`."""
     add = parser.add_argument
     add(
         "--task",
@@ -226,7 +226,7 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
 
 
 def find_mistake(options: argparse.Namespace) -> str | None:
-    """Return a message about options that contradict each other, or None. Needs `options.tasks` from `list_tasks`."""
+    """Return a message about conflicting options, or None. Requires `options.tasks` from `list_tasks`."""
     names = " and ".join(options.tasks)
     drafting = [name for name in options.tasks if TASKS[name].needs_draft_model]
     choices = options.acceptance or []

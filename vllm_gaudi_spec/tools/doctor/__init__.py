@@ -1,6 +1,6 @@
-"""`gaudi-spec doctor`: checks of this machine and of a model, with a remedy for each problem.
+"""`gaudi-spec doctor`: checks this machine and a model, and suggests a remedy for each problem.
 
-Checks that may crash, such as importing torch and vLLM, run in a child process.
+Checks that may crash, such as importing torch or vLLM, run in a child process.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ def examine(options: dict[str, Any] | None, missing_model: str | None, error: st
     """Run all checks, in the order of their dependencies.
 
     Args:
-        options: The options of the engine, if a model is checked.
-        missing_model: A message about a model folder that does not exist, which is not looked for again.
-        error: A message whose codes are explained.
+        options: The engine's options if a model is checked.
+        missing_model: A message about a missing model folder, which is then not searched for again.
+        error: A message whose error codes are explained.
     """
     from vllm_gaudi_spec.tools.doctor import machine, probe, settings
     from vllm_gaudi_spec.tools.doctor.findings import PROBLEM, conclude, note, refusal
@@ -134,7 +134,7 @@ def examine(options: dict[str, Any] | None, missing_model: str | None, error: st
 
 
 def read_error(error: str | None) -> str | None:
-    """Return the text of the file that `error` names, or `error` itself."""
+    """Return the text of the file that `error` names, or `error` itself if there is no such file."""
     if error is None or len(error) > 200 or not Path(error).is_file():
         return error
     return Path(error).read_text(errors="replace")
@@ -163,7 +163,7 @@ def find_contradiction(options: argparse.Namespace) -> str | None:
 
 
 def make_engine_options(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the options of vLLM's engine."""
+    """Return the options for vLLM's engine."""
     if options.model is None:
         return None
     spec_config = options.speculative_config
@@ -180,7 +180,7 @@ _AS_SERVED = (
 )
 
 
-# ---- showing ---------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------
 
 
 def show(found: dict[str, Any]) -> None:

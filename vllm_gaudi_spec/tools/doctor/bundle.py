@@ -1,7 +1,7 @@
-"""`gaudi-spec doctor --bundle`: one file to send with a report, without secrets.
+"""`gaudi-spec doctor --bundle`: a single file to attach to a bug report, without secrets.
 
-Secrets are masked in everything that goes into it: values of variables whose names say so, tokens by their form,
-credentials in URLs, names of the user and of the machine, and home folders.
+Everything in the bundle has its secrets masked: values of variables with secret-sounding names, tokens recognized by
+their format, credentials in URLs, user and machine names, and home folders.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from vllm_gaudi_spec import environment
 _SECONDS = 600
 _MOST_OF_A_LOG = 8 << 20
 _MASK = "***"
-# Shorter words are parts of others.
+# Shorter strings are likely to occur within other words.
 _SHORTEST = 4
 _SHORTEST_NAME = 2
-# Accounts of images. They say nothing about a person, and "vllm" is in every line.
+# Default account names in images. They identify no one, and "vllm" is in every line.
 _COMMON_NAMES = frozenset(("root", "user", "ubuntu", "vllm", "habana", "localhost"))
-# In the names of variables and options whose values are nobody else's business.
+# Words in the names of variables and options with confidential values.
 _WORDS = "|".join(
     (
         "(?:api|access|private)[_-]?key",
@@ -65,12 +65,12 @@ _FORMS = [
 
 
 def write_bundle(found: dict[str, Any], options: dict[str, Any] | None, log: str | None) -> bytes:
-    """Return a zip file of the doctor's report, all versions, the configuration, the self-test's result and a log.
+    """Return a zip file of the doctor's report, all versions, the configuration, the self-test's result, and a log.
 
     Args:
-        found: What the doctor found.
-        options: The options of the engine, if a model was checked.
-        log: A server's log, of which the end is taken.
+        found: The doctor's findings.
+        options: The engine's options, if a model was checked.
+        log: A server's log, of which only the end is included.
     """
     mask = Mask()
     contents = {
@@ -90,7 +90,7 @@ def write_bundle(found: dict[str, Any], options: dict[str, Any] | None, log: str
 
 
 def run_self_test() -> dict[str, Any]:
-    """Run `gaudi-spec selftest`, which opens the card, and return its exit status, its result and its messages."""
+    """Run `gaudi-spec selftest`, which opens the card, and return its exit status, result, and messages."""
     command = [sys.executable, "-P", "-m", "vllm_gaudi_spec.tools.cli", "selftest", "--json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
@@ -105,7 +105,7 @@ def run_self_test() -> dict[str, Any]:
 
 
 def _list_related_variables() -> dict[str, str]:
-    """Return the variables of the table that are set, and those of vLLM and of vendors."""
+    """Return the variables in the table that are set, and those of vLLM and the vendors."""
     names = {variable.name for variable in environment.VARIABLES}
     found = environment.list_all_variables()
     return {name: found[name] for name in sorted(found) if name in names or name.startswith(_RELATED)}
@@ -121,19 +121,19 @@ def _read_end(path: Path) -> str:
         start = max(size - _MOST_OF_A_LOG, 0)
         file.seek(start)
         if start:
-            file.readline()  # the rest of a line may be a secret without the name before it
+            file.readline()  # the rest of a cut line may be a secret without the preceding name
         return file.read().decode(errors="replace")
 
 
 class Mask:
-    """Replaces secrets of this process's environment, and whatever has the form of one."""
+    """Replaces secrets from this process's environment, and anything that looks like a secret."""
 
     def __init__(self) -> None:
         host = socket.gethostname()
         home, names = str(Path.home()), {host, host.partition(".")[0]}
-        with contextlib.suppress(KeyError, OSError):  # a user id without an account
+        with contextlib.suppress(KeyError, OSError):  # a user ID without an account
             names.add(getpass.getuser())
-        # The longest first, because one secret may be a part of another.
+        # The longest secret comes first, because one secret may be part of another.
         self._secrets = sorted(
             (
                 value
@@ -157,7 +157,7 @@ class Mask:
         return text if self._names is None else self._names.sub(_MASK, text)
 
     def apply(self, value: Any) -> Any:
-        """Return a value of JSON with its texts masked."""
+        """Return a JSON value in which all strings are masked."""
         if isinstance(value, dict):
             return {
                 self.text(str(key)): _MASK if _is_secret(str(key)) and item else self.apply(item)

@@ -1,4 +1,4 @@
-"""The layers of a model that keep KV or a recurrent state, and the size of their states, before they are built."""
+"""The number of a model's layers with KV or recurrent state, and the size of their states, before layers are built."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_gaudi_spec.recurrent.table import SERVED, Gates, has_states
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
-# Types of layers in configurations. A hybrid layer has both.
+# Layer types in model configurations. A hybrid layer has both KV and recurrent state.
 _WITH_STATE = ("linear_attention", "mamba", "conv", "hybrid")
 _WITH_KV = ("full_attention", "attention", "hybrid")
 
@@ -22,12 +22,12 @@ def num_layers_with_kv(model: ModelConfig, parallel: ParallelConfig) -> int:
         return 0
     if model.is_hybrid:
         return _count(model, parallel, _WITH_KV)
-    # vLLM counts none if a checkpoint has MTP layers without giving their number.
+    # vLLM counts no layers if a checkpoint has MTP layers but does not give their number.
     return max(int(model.get_num_layers(parallel)), 1)
 
 
 def state_bytes(vllm_config: VllmConfig, num_rows: int, num_pending: int) -> int:
-    """Return the size of the states of `num_rows` rows on one rank; 0 for targets without recurrent layers."""
+    """Return the size of the states of `num_rows` rows on one rank, or 0 for targets without recurrent layers."""
     model = vllm_config.model_config
     if not has_states(model):
         return 0
@@ -48,14 +48,14 @@ def _count(model: ModelConfig, parallel: ParallelConfig, kinds: tuple[str, ...])
 
 
 def _list_kimi_types(config: Any) -> list[str]:
-    """List the types of Kimi Linear's layers, which vLLM's configuration counts from 1."""
+    """List the types of Kimi Linear's layers, whose numbers start at 1 in the configuration."""
     recurrent = config.linear_attn_config["kda_layers"]
     numbers = range(1, config.num_hidden_layers + 1)
     return ["linear_attention" if number in recurrent else "full_attention" for number in numbers]
 
 
 def _layer_shape(vllm_config: VllmConfig) -> LayerShape:
-    """Return the shape that vLLM's class would keep without drafts, with which its convolution has more inputs."""
+    """Return the shape of the state in vLLM's class without drafts. With drafts, its convolution keeps more inputs."""
     from vllm_gaudi_spec.upstream.models import ModelRegistry, is_conv_state_dim_first
 
     model = vllm_config.model_config
@@ -78,5 +78,5 @@ def _layer_shape(vllm_config: VllmConfig) -> LayerShape:
 
 
 def count_gates(gates: Gates, state: tuple[int, ...]) -> int:
-    """Count the gates for a `state` of heads, numbers of a key and of a value; empty for a convolution alone."""
+    """Count the gates, given `state` as (heads, key size, value size), or an empty tuple for a convolution only."""
     return state[0] * (gates.per_head + gates.per_key * state[1]) if state else 0

@@ -1,6 +1,6 @@
-"""Whether a model, or a pair of models, can be served: refusals, vocabularies, lengths and memory.
+"""Checks whether a model or a pair of models can be served: refusals, vocabularies, lengths, and memory.
 
-vLLM is loaded, but weights are not: their sizes are read from the headers of their files.
+vLLM is loaded, but weights are not; their sizes are read from the file headers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _GIB = 2**30
 def check_pair(options: dict[str, Any]) -> Iterator[Finding]:
     try:
         vllm_config = configure(options)
-    except Exception as error:  # refused or not found by vLLM, transformers or this platform
+    except Exception as error:  # refused or not found by vLLM, transformers, or this platform
         yield refusal("models", in_one_line(error))
         return
     speculation = Speculation.from_vllm(vllm_config)
@@ -63,7 +63,7 @@ def configure(options: dict[str, Any]) -> VllmConfig:
     from vllm_gaudi_spec.upstream.tools import UsageContext
 
     arguments = {name: value for name, value in options.items() if value is not None}
-    # The server's context, since it has larger batches than others.
+    # Use the server's context, since its default batches are larger than those of other contexts.
     return EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
@@ -82,9 +82,9 @@ def _describe(vllm_config: VllmConfig, speculation: Speculation | None) -> str:
 
 
 _ENOUGH = 0.8
-"""Share of a text's tokens that the drafter should have.
+"""Minimum fraction of a text's tokens that the drafter should have.
 
-A draft ends at the first token without a partner: at 0.8 that alone keeps the mean acceptance length below five.
+A draft ends at the first token without a counterpart: at 0.8, this alone keeps the mean acceptance length below five.
 """
 
 
@@ -142,7 +142,7 @@ def _check_memory(vllm_config: VllmConfig, speculation: Speculation | None) -> F
     drafter = None
     if spec_config is not None and has_model(spec_config.method):
         drafter = spec_config.draft_model_config
-    # The drafter of mtp is part of the target's files.
+    # With mtp, the drafter is part of the target's files.
     models = [model] if drafter is None or drafter.model == model.model else [model, drafter]
     sizes = {one.model: estimate_weights(vllm_config, one) for one in models}
     if missing := [name for name, size in sizes.items() if not size]:
@@ -169,13 +169,13 @@ def _check_memory(vllm_config: VllmConfig, speculation: Speculation | None) -> F
     return ok("memory", f"{text}: concurrency {tokens // longest} at {longest} tokens per request, more if shorter")
 
 
-# Bytes per number by `cpu_weights`, on a CPU in float32. Without a choice, matrices also have a copy in half precision,
-# if that is exact.
+# Maps `cpu_weights` to the number of bytes per weight on a CPU in float32. By default, matrices also have a
+# half-precision copy if it is exact.
 _CPU_BYTES = {None: 6, FLOAT32: 4, FLOAT16: 2}
 
 
 def estimate_weights(vllm_config: VllmConfig, model: ModelConfig) -> int:
-    """Return the approximate bytes of weights on one rank; 0 without files."""
+    """Return the approximate number of bytes of weights on one rank, or 0 if there are no files."""
     folder, width = find_model_folder(model.model), model.dtype.itemsize
     if load_backend().traits.takes_cpu_weights and width == 4:
         width = _CPU_BYTES[get_cpu_weights(vllm_config)]
@@ -186,7 +186,7 @@ def estimate_weights(vllm_config: VllmConfig, model: ModelConfig) -> int:
 
 
 def count_elements(folder: Path, files: str) -> int:
-    """Count the elements of a model's tensors, from the headers of its files."""
+    """Count the elements in a model's tensors using the headers of its files."""
     number = 0
     for path in folder.glob(files):
         try:
@@ -200,7 +200,7 @@ def count_elements(folder: Path, files: str) -> int:
 def estimate_drafting(
     vllm_config: VllmConfig, speculation: Speculation | None, drafter: ModelConfig | None
 ) -> dict[str, int]:
-    """Return the memory of drafting besides weights and the KV cache."""
+    """Return the memory that drafting needs in addition to weights and the KV cache."""
     if speculation is None or drafter is None:
         return {}
     rows, vocabulary = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.get_vocab_size()
@@ -216,7 +216,7 @@ def estimate_drafting(
 def estimate_rows(
     vllm_config: VllmConfig, speculation: Speculation | None, drafter: ModelConfig | None
 ) -> dict[str, int]:
-    """Return the memory of what is kept for each request beside KV and recurrent states."""
+    """Return the memory needed for each request in addition to KV and recurrent states."""
     options, model = Options.from_vllm(vllm_config), vllm_config.model_config
     shapes = Shapes.from_config(vllm_config, options, load_backend(), speculation.widths if speculation else ())
     reads_layers = speculation is not None and METHODS[speculation.method].reads_layers
@@ -226,7 +226,7 @@ def estimate_rows(
 
 
 def estimate_states(vllm_config: VllmConfig, speculation: Speculation | None) -> dict[str, int]:
-    """Return the memory of the states of recurrent layers."""
+    """Return the memory needed for the states of recurrent layers."""
     rows = vllm_config.scheduler_config.max_num_seqs
     slots = num_snapshots(vllm_config, Options.from_vllm(vllm_config).state_snapshots)
     pending = num_pending(speculation.num_drafts if speculation else 0)
@@ -236,7 +236,7 @@ def estimate_states(vllm_config: VllmConfig, speculation: Speculation | None) ->
 
 
 def count_token_bytes(vllm_config: VllmConfig, speculation: Speculation | None) -> int:
-    """Return the bytes of KV of one token of the KV cache on one rank, including the drafter's, if it has its own."""
+    """Return the KV cache bytes per token on one rank, including those of the drafter if it has its own KV."""
     num_bytes, spec_config = count_kv_bytes(vllm_config.model_config, vllm_config), vllm_config.speculative_config
     if spec_config is None or speculation is None or speculation.retokenizes:
         return num_bytes
@@ -246,9 +246,9 @@ def count_token_bytes(vllm_config: VllmConfig, speculation: Speculation | None) 
 
 
 def count_kv_bytes(model: ModelConfig, vllm_config: VllmConfig) -> int:
-    """Return the bytes of KV of one token in all layers with attention, on one rank.
+    """Return the number of KV bytes per token on one rank, in all layers with attention.
 
-    Latent attention keeps one vector where other layers keep a key and a value.
+    Latent attention stores one vector where other layers store a key and a value.
     """
     parallel = vllm_config.parallel_config
     if not (num_layers := num_layers_with_kv(model, parallel)):
@@ -259,9 +259,9 @@ def count_kv_bytes(model: ModelConfig, vllm_config: VllmConfig) -> int:
 
 
 def _find_room_for_kv(vllm_config: VllmConfig, weights: int, others: int) -> int | None:
-    """Return the bytes that a rank's worker would give to KV, or None.
+    """Return the number of bytes that a rank's worker would use for KV, or None if it is unknown.
 
-    Only the memory of a host is known, since a card has to be opened to read its memory.
+    Only a host's memory is known, since reading a card's memory requires opening the card.
     """
     cache = vllm_config.cache_config
     if cache.kv_cache_memory_bytes is not None:

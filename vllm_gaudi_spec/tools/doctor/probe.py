@@ -1,4 +1,4 @@
-"""The part that imports torch and vLLM, stage by stage, in a process of its own, so that a crash is a finding.
+"""Checks that import torch and vLLM in stages, in a separate process, so that a crash becomes a finding.
 
 python -m vllm_gaudi_spec.tools.doctor.probe OPTIONS.json ANSWERS
 """
@@ -19,7 +19,7 @@ from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem
 
 SECONDS = 300
-# The device follows the pair, as in `vllm serve`, since an emulated card changes what libraries find that come later.
+# As in `vllm serve`, the device follows the pair, since an emulated card affects which libraries are found later.
 _STAGES = {
     "torch": "install torch's build for this machine again (`make setup`), or use the vendor's image",
     "vLLM": "install vLLM again (`make setup`), or use the vendor's image",
@@ -31,12 +31,12 @@ _STAGES = {
 
 
 def probe(options: dict[str, Any] | None) -> list[Finding]:
-    """Run the stages, each of which needs the ones before it; `options` are those of the engine."""
+    """Run the stages, each of which requires the previous ones. `options` are the engine's options."""
     with tempfile.TemporaryDirectory() as folder:
         task, answers, log = (Path(folder) / name for name in ("options.json", "answers", "log"))
         task.write_text(json.dumps(options))
         answers.touch()
-        # -P: as in `vllm serve`, modules are not searched for in the current folder.
+        # -P: as in `vllm serve`, Python does not search for modules in the current folder.
         ended = _run([sys.executable, "-P", "-m", __name__, str(task), str(answers)], log)
         lines = [json.loads(line) for line in answers.read_text().splitlines()]
         findings = [Finding(**finding) for line in lines for finding in line]
@@ -61,7 +61,7 @@ def _run(command: list[str], log: Path) -> str | None:
     return f"its process ended with status {status}" if status else None
 
 
-# ---- in the child ----------------------------------------------------------------------------------------
+# ---- in the child process ----------------------------------------------------------------------------------
 
 
 def _check_torch(options: dict[str, Any] | None) -> Iterator[Finding]:
@@ -84,7 +84,7 @@ def _check_platform(options: dict[str, Any] | None) -> Iterator[Finding]:
     name, package = f"{kind.__module__}.{kind.__qualname__}", kind.__module__.split(".")[0]
     if package == "vllm_gaudi_spec":
         yield ok("platform", name)
-    elif package != "vllm_ascend":  # which the integration serves
+    elif package != "vllm_ascend":  # vllm-ascend is supported by the integration
         yield problem("platform", f"vLLM runs on {name}, not on this platform", _STAGES["platform"])
 
 
@@ -106,7 +106,7 @@ def _check_device(options: dict[str, Any] | None) -> Iterator[Finding]:
 
 
 def _is_served() -> bool:
-    """Whether this platform serves; its modules do not load beside the vLLM of vllm-ascend."""
+    """Whether this platform is used. Its modules do not load with vllm-ascend's version of vLLM."""
     from vllm_gaudi_spec.integrations import vllm_ascend
 
     if vllm_ascend.is_active():

@@ -1,4 +1,4 @@
-"""Installed versions, plugins, and environment variables. Nothing is imported into this process."""
+"""Checks of installed versions, plugins, and environment variables. None of the packages are imported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem, re
 
 
 def has_mismatched_torchvision() -> bool:
-    """Whether a CUDA build of torchvision is installed beside a CPU build of torch."""
+    """Whether a CUDA build of torchvision is installed with a CPU build of torch."""
     torch, vision = versions.installed("torch"), versions.installed("torchvision")
     return vision is not None and "+cpu" not in vision and (torch or "").endswith("+cpu")
 
@@ -38,7 +38,7 @@ def check_settings() -> Iterator[Finding]:
     if path is not None and not Path(path).is_file():
         name = environment.QUANT_CONFIG.name
         yield problem("setting", f"{name}={path} is not a file", f"correct its path, or unset {name}")
-    # OpenMP ignores what it cannot read; vLLM and this platform do not start.
+    # OpenMP ignores invalid values. With an invalid size of the KV cache, vLLM and this platform do not start.
     blocktime = environment.BLOCKTIME
     for variable, kind in (
         (environment.NUM_THREADS, warning),
@@ -55,7 +55,7 @@ def check_settings() -> Iterator[Finding]:
 
 
 def check_npu_settings() -> Iterator[Finding]:
-    """Check an NPU's variables, without which torch itself may not load."""
+    """Check variables without which torch itself may not load on an NPU."""
     if choose_device() != "ascend":
         return
     if not environment.CANN_HOME.value:
@@ -71,7 +71,7 @@ def check_npu_settings() -> Iterator[Finding]:
 
 
 def explain_error(message: str) -> Iterator[Finding]:
-    """Explain CANN's error codes in a message or a log."""
+    """Explain the CANN error codes in a message or log."""
     found = cann.find_codes(message)
     for code in found:
         meaning, remedy = cann.CODES[code]
@@ -102,7 +102,7 @@ _ASCEND = "ascend"
 
 
 def serves_vllm_ascend() -> bool:
-    """Whether vllm-ascend is the platform, beside the vLLM that the integration is made for."""
+    """Whether vllm-ascend is the platform and its supported vLLM version is installed."""
     found = versions.installed("vllm-ascend"), (versions.installed_vllm() or "").split("+")[0]
     return (
         environment.DEVICE.value is None
@@ -124,7 +124,7 @@ def check_versions() -> Iterator[Finding]:
             yield ok(name, found)
         elif name == "torch":
             yield problem(name, "is not installed", "run `make setup`, or use the vendor's image")
-        elif name != "vllm-gaudi-spec":  # reported by its entry points
+        elif name != "vllm-gaudi-spec":  # it is reported by its entry points
             yield warning(name, "is not installed", "run `make setup`, or pip install it")
     if has_mismatched_torchvision():
         found = versions.installed("torchvision")

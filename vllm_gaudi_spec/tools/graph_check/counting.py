@@ -1,4 +1,4 @@
-"""The figures of graph-check: counted from the worker's reports, compared with what is allowed, and printed."""
+"""The figures in graph-check: counted from the worker's reports, compared with the limits, and printed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 Event = tuple[str, str, str]
 Line = dict[str, Any]
-"""The keys are count, what, where."""
+"""Its keys are count, what, and where."""
 
 
 def find_emulated(report: dict[str, Any]) -> dict[str, Any] | None:
@@ -18,7 +18,7 @@ def find_emulated(report: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def count_compiles(report: dict[str, Any]) -> int | None:
-    """Return the number of graphs compiled since the process started, by habana_frameworks or the backend."""
+    """Return the number of graphs compiled since the process started, as counted by the bridge or the backend."""
     if (captured := report["device"].get("captured")) is not None:
         return sum(captured.values())
     return _read_metric(report, "graph_compilation")
@@ -47,7 +47,7 @@ class Meter:
 
 
 def count_phase(meter: Meter) -> dict[str, Any]:
-    """Return the counts of one part of the workload; None or an empty list where the device does not count."""
+    """Return the counts for one phase of the workload. Anything that the device does not count is None or empty."""
     first, last = meter.first, meter.last
     # The runner counts its own syncs on every device.
     first_syncs, last_syncs = (round(report["host_syncs_per_step"] * report["steps"]) for report in (first, last))
@@ -58,7 +58,7 @@ def count_phase(meter: Meter) -> dict[str, Any]:
         "runner_syncs": last_syncs - first_syncs,
         "host_syncs": None,
         "max_syncs_in_a_step": None,
-        "steps_by_syncs": {},  # number of syncs in a step -> number of such steps
+        "steps_by_syncs": {},  # maps a number of syncs in a step to the number of such steps
         "sync_lines": [],
         "dynamic_ops": None,
         "dynamic_lines": [],
@@ -71,7 +71,7 @@ def count_phase(meter: Meter) -> dict[str, Any]:
         return found
     amounts = {name: after["total"][name] - before["total"][name] for name in after["total"]}
     events = _count_events(after["events"]) - _count_events(before["events"])
-    # Syncs after the end of the last step, such as those of a drafter on the host, are in no step's record.
+    # Syncs after the last step, such as those of a drafter on the host, are in no step's record.
     syncs = [step["host_reads"] for step in meter.steps]
     syncs.append(amounts["host_reads"] - sum(syncs))
     found |= {name: amounts[name] for name in found.keys() & amounts.keys()}
@@ -96,7 +96,7 @@ def _count_events(events: Sequence[dict[str, Any]]) -> Counter[Event]:
 
 
 def _list_lines(events: Counter[Event], kind: str) -> list[Line]:
-    """Return the source lines of events of this kind, most frequent first."""
+    """Return the source lines for events of this kind, most frequent first."""
     return [
         {"count": count, "what": what, "where": where}
         for (its_kind, what, where), count in events.most_common()
@@ -105,7 +105,7 @@ def _list_lines(events: Counter[Event], kind: str) -> list[Line]:
 
 
 def count_graphs(warm: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
-    """Compare the graphs of warm-up with those that the workload used."""
+    """Compare the graphs made in warm-up with those that the workload used."""
     found: dict[str, Any] = {
         "signatures": warm["graphs"]["warmup"],
         "listed": warm["graphs"]["listed"],
@@ -128,7 +128,7 @@ def count_graphs(warm: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
     return found | {"captured": len(made), "never_used": never_used, "by_name": by_name}
 
 
-# ---- what is printed ---------------------------------------------------------------------------------------
+# ---- printed output ----------------------------------------------------------------------------------------
 
 
 _MAX_LINES = 12
@@ -136,7 +136,7 @@ _NOT_COUNTED = "not counted on this device"
 
 
 def find_faults(result: dict[str, Any]) -> list[str]:
-    """Return the findings that fail the check, one line each, with the source lines that caused them."""
+    """Return the findings that make the check fail, one line each, with the source lines that caused them."""
     found = []
     for title, phase in result["phases"].items():
         if phase["compiles"]:
@@ -171,7 +171,7 @@ def conclude(result: dict[str, Any]) -> str:
     syncs = _syncs(result["settings"]["host_syncs"])
     if result["phases"]["mixed"]["host_syncs"] is None:
         return f"clean: nothing was compiled after warm-up, and the runner makes at most {syncs} per step"
-    # Prompt log-probabilities, which may have more, are in a phase of their own.
+    # Prompt log-probabilities may need more syncs, so they are in a separate phase.
     return f"clean: nothing was compiled after warm-up, and no step of the mixed requests has more than {syncs}"
 
 

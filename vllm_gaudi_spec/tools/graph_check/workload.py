@@ -1,4 +1,4 @@
-"""The workload of graph-check: the same for the same seed, whatever device runs it."""
+"""The workload for graph-check. The same seed gives the same workload on any device."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ KINDS: tuple[dict[str, Any], ...] = (
     dict(temperature=1.0, extra_args={"num_speculative_tokens": 0}, frequency_penalty=0.5, logprobs=2),
     dict(temperature=0.0, choice=["yes", "no", "perhaps"]),
 )
-"""Kinds of sampling that may need another graph; each request has one. `_fit_ids` maps token ids to the vocabulary."""
+"""Sampling parameters that may need different graphs, one per request. `_fit_ids` adapts IDs to the vocabulary."""
 PROMPT_LOGPROBS = (0, 1, 5)
 LONGEST_ANSWER = 40
-# More than a block of KV, so that requests with the same beginning share one.
+# Longer than a KV block, so that requests with the same beginning share one.
 _SHARED = 150
 
 TEXT = """The harbour was quiet in the morning. Boats lay side by side along the wall, and nets hung over the rail to
@@ -65,7 +65,7 @@ class Limits:
 
 
 def make_mixed(count: int, seed: int, text: Sequence[int], limits: Limits) -> list[Item]:
-    """Return the mixed workload; `text` is TEXT in the model's vocabulary."""
+    """Return the mixed workload. `text` is TEXT in the model's vocabulary."""
     rng = random.Random(seed)
     kinds = _draw_kinds(count, rng)
     arrivals = _draw_arrivals(count, rng, limits.max_num_seqs)
@@ -77,7 +77,7 @@ def make_mixed(count: int, seed: int, text: Sequence[int], limits: Limits) -> li
         if index % 3 == 2 and limits.max_model_len > _SHARED + LONGEST_ANSWER + 64:
             prompt = (shared + prompt)[: max(len(prompt), _SHARED + 10)]
         if index == count // 2:
-            # A request that stops only at the end of the context, where fewer drafts fit.
+            # This request stops only at the end of the context, where fewer drafts fit.
             kind = KINDS[0]
             answer = min(12, limits.max_model_len // 2)
             prompt = _draw_prompt(rng, limits.max_model_len - answer, text, limits.vocab)
@@ -90,7 +90,7 @@ def make_mixed(count: int, seed: int, text: Sequence[int], limits: Limits) -> li
 
 
 def make_prompt_logprobs(seed: int, text: Sequence[int], limits: Limits) -> list[Item]:
-    """Return requests for prompt log-probabilities, and one without."""
+    """Return requests with prompt log-probabilities, and one request without them."""
     rng = random.Random(seed + 1)
     items = []
     for index, number in enumerate((*PROMPT_LOGPROBS, None)):
@@ -101,7 +101,7 @@ def make_prompt_logprobs(seed: int, text: Sequence[int], limits: Limits) -> list
 
 
 def _draw_kinds(count: int, rng: random.Random) -> list[dict[str, Any]]:
-    """Return the kinds in random order, each once before any repeats."""
+    """Return the kinds in random order, each one once before any are repeated."""
     kinds: list[dict[str, Any]] = []
     while len(kinds) < count:
         kinds += rng.sample(KINDS, len(KINDS))
@@ -122,7 +122,7 @@ def _draw_arrivals(count: int, rng: random.Random, max_num_seqs: int) -> list[in
 
 
 def _draw_length(rng: random.Random, longest: int) -> int:
-    """Draw a length from a logarithmic distribution."""
+    """Draw a length from a log-uniform distribution."""
     return max(1, min(longest, round(2 ** rng.uniform(0, longest.bit_length()))))
 
 
@@ -132,13 +132,13 @@ def _draw_prompt(rng: random.Random, length: int, text: Sequence[int], vocab: in
         return tuple(rng.randrange(vocab) for _ in range(length))
     begin = rng.randrange(len(text))
     passage = [*text[begin:], *text[:begin]]
-    if style == "repeated":  # n-gram drafters find these
+    if style == "repeated":  # n-gram drafters find these repetitions
         passage = passage[: rng.randint(4, 24)]
     return tuple((passage * (length // len(passage) + 1))[:length])
 
 
 def _fit_ids(kind: dict[str, Any], vocab: int) -> dict[str, Any]:
-    """Map the token ids of the parameters into this vocabulary."""
+    """Map the token IDs in the parameters to IDs in this vocabulary."""
     params = dict(kind)
     for name in ("allowed_token_ids", "stop_token_ids"):
         if name in params:

@@ -1,4 +1,4 @@
-"""The options of all commands: types, vLLM's spelling with dashes or underscores, and defaults in --help."""
+"""Option handling shared by all commands: types, spelling with dashes or underscores, and defaults in --help."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHARED = {
     "--output-len": ("--osl",),
     "--speculative-config": (),
 }
-"""Options of several commands, with the names that vllm-gaudi's script has for them."""
+"""Options shared by several commands, mapped to their names in vllm-gaudi's script."""
 
 
 def add_shared(add: Callable[..., Any], name: str, **options: Any) -> None:
@@ -23,7 +23,7 @@ def add_shared(add: Callable[..., Any], name: str, **options: Any) -> None:
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Adds the default to the help of each option that takes a value and does not name it."""
+    """Adds the default to the help text of each option that takes a value and does not already state its default."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help or "", action.default
@@ -38,16 +38,16 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": Help} | options)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # argparse's has overloads
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # argparse's method has overloads
         return super().parse_known_args(None if args is None else list(map(use_dashes, args)), namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Print the message without the usage, whose many lines would hide it."""
+        """Print the message without the usage, which is long enough to hide it."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def use_dashes(argument: str) -> str:
-    """Spell --like_this=A_B as --like-this=A_B."""
+    """Convert --like_this=A_B to --like-this=A_B."""
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value if argument.startswith("--") else argument
 

@@ -1,4 +1,4 @@
-"""Output of commands: files at a user's path, tables and progress on a terminal, one-line errors, exit statuses."""
+"""Command output: user-specified files, tables and progress on a terminal, one-line errors, and exit statuses."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ FINE, PROBLEMS, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 class NotWritten(ValueError):
-    """Raised if a file could not be written; the message names it and the reason."""
+    """Raised if a file could not be written. The message contains the file's name and the reason."""
 
 
 def add_json(add: Any, what: str) -> None:
-    """Add `--json` with a parser's `add_argument`."""
+    """Add `--json` using a parser's `add_argument` method."""
     add(
         "--json",
         nargs="?",
@@ -36,7 +36,7 @@ def add_json(add: Any, what: str) -> None:
 
 
 def find_mistake(option: str, where: str | Path | None) -> str | None:
-    """Return why the file cannot be written, or None. Call it before any work is done for the file."""
+    """Return why the file cannot be written, or None if it can. Call this before doing any work for the file."""
     if where is None or str(where) == STDOUT:
         return None
     path = Path(where).absolute()
@@ -51,7 +51,7 @@ def find_mistake(option: str, where: str | Path | None) -> str | None:
 
 
 def write(option: str, where: str | Path, content: bytes) -> None:
-    """Write the file that a user named; a regular file appears whole or not at all."""
+    """Write a file at the user's path. A regular file appears either complete or not at all."""
     path = Path(where)
     try:
         # A pipe, a device, or a descriptor such as /dev/stdout, which may be redirected to a file.
@@ -79,7 +79,7 @@ def as_json(value: Any) -> bytes:
 
 
 def _renew(path: Path, content: bytes) -> None:
-    """Replace an existing file, or overwrite it if its folder does not allow a replacement."""
+    """Replace an existing file, or overwrite it if its folder does not allow replacing it."""
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     try:
@@ -108,11 +108,11 @@ def show_table(
     """Print a table.
 
     Args:
-        columns: The titles.
-        rows: The cells.
-        file: The file to print to; stdout by default.
-        numbers: Whether the columns between the first and the last one are numbers, which are right-aligned.
-        styles: Maps words of the first column to rich's styles.
+        columns: The column titles.
+        rows: The cells of each row.
+        file: The file to print to. Defaults to stdout.
+        numbers: Whether all columns except the first and last contain numbers, which are right-aligned.
+        styles: Maps words in the first column to rich styles.
     """
     file = file or sys.stdout
     if not file.isatty():
@@ -129,7 +129,7 @@ def show_table(
         is_words = not numbers or index in (0, len(columns) - 1)
         table.add_column(name, justify="left" if is_words else "right")
     for first, *others in rows:
-        # Text, since brackets in a string would be markup.
+        # Use Text objects, since brackets in a string would be interpreted as markup.
         table.add_row(Text(first, (styles or {}).get(first, "")), *map(Text, others))
     Console(file=file).print(table)
 
@@ -137,7 +137,7 @@ def show_table(
 def show_findings(
     columns: Sequence[str], findings: Sequence[tuple[str, str, str, str]], styles: Mapping[str, str]
 ) -> None:
-    """Print the status, subject and text of each finding, and its remedy, if it has one, below the text."""
+    """Print each finding's status, subject, and text, and its remedy, if any, below the text."""
     if sys.stdout.isatty():
         rows = [
             (status, subject, text + (f"\n→ {remedy}" if remedy else "")) for status, subject, text, remedy in findings
@@ -149,7 +149,7 @@ def show_findings(
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the first and last column to the left, and the numbers between them to the right."""
+    """Left-align the first and last columns, and right-align the numbers between them."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:-1]), row[-1]]).rstrip() for row in rows
@@ -158,9 +158,9 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 @contextmanager
 def counting(title: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """Show progress on stderr; yield a function to call with the number of new items.
+    """Show progress on stderr, and yield a function to call with the number of new items.
 
-    Without a terminal, progress is a line every few seconds. `done` is the number of items from earlier runs.
+    Without a terminal, a progress line is printed every few seconds. `done` is the number of items from earlier runs.
     """
     if not sys.stderr.isatty():
         started = last = time.monotonic()
@@ -183,7 +183,7 @@ def counting(title: str, total: int, done: int = 0) -> Iterator[Callable[[int], 
 
 
 def counted(items: Iterable[T], title: str, total: int, done: int = 0) -> Iterator[T]:
-    """Yield the items, and show progress."""
+    """Yield the items while showing progress."""
     with counting(title, total, done) as count:
         for item in items:
             yield item
@@ -194,23 +194,23 @@ def counted(items: Iterable[T], title: str, total: int, done: int = 0) -> Iterat
 
 
 def guard(command: str, work: Callable[[], int], *, verbose: bool = False) -> int:
-    """Run `work` and return its exit status; report in one line what may end any command.
+    """Run `work` and return its exit status. Report errors that any command may raise in one line.
 
-    With `verbose`, a missing package is reported with its traceback.
+    If `verbose` is set, a missing package is reported with its traceback.
     """
     try:
         status = work()
-        sys.stdout.flush()  # a short output is still in the buffer
+        sys.stdout.flush()  # short output is still in the buffer
         return status
-    except BrokenPipeError:  # the reader has gone, as in `... | head`
-        # Python would flush stdout again at exit, and fail.
+    except BrokenPipeError:  # the reader has closed the pipe, as in `... | head`
+        # Python would flush stdout again at exit and fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PROBLEMS
     except NotWritten as error:
         return fail(command, str(error), PROBLEMS)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if verbose or package in ("", "vllm_gaudi_spec"):  # a defect of this package
+        if verbose or package in ("", "vllm_gaudi_spec"):  # a bug in this package
             raise
         return fail(command, f"{package} is not installed; {_explain_how_to_get(package)}", PROBLEMS)
     except KeyboardInterrupt:
@@ -231,7 +231,7 @@ def fail(command: str, message: str, status: int = USAGE) -> int:
 
 
 def find_model_mistake(*models: object) -> str | None:
-    """Return a message if a model folder is missing; other names are taken for Hugging Face ids."""
+    """Return a message if a model folder is missing. Other names are assumed to be Hugging Face model IDs."""
     for model in models:
         if isinstance(model, str) and model.startswith(("/", ".", "~")) and not Path(model).is_dir():
             return f"there is no model folder {model}; give a folder or a Hugging Face id"
@@ -239,11 +239,11 @@ def find_model_mistake(*models: object) -> str | None:
 
 
 def run_module(module: str, variables: dict[str, str], arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by a module of this package, with variables that must be set before torch is loaded."""
+    """Replace this process with a module of this package, with variables that must be set before torch is loaded."""
     sys.stdout.flush()
     sys.stderr.flush()
     settings = [f"{name}={value}" for name, value in variables.items()]
-    # -P: as for console scripts, modules are not searched for in the current folder.
+    # -P: as with console scripts, Python does not search for modules in the current folder.
     os.execvp("env", ["env", *settings, sys.executable, "-P", "-m", module, *arguments])
 
 

@@ -1,4 +1,4 @@
-"""The record of a run: one JSON object with a version, which a comparison makes and a report reads."""
+"""The record of a run: a versioned JSON object that is written by a comparison and read by a report."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PACKAGES = ("vllm-gaudi-spec", "torch", "transformers", "habana-torch-plugin", 
 
 
 class RecordError(ValueError):
-    """Raised for a file that is not a readable record; the message is one line and names the file."""
+    """Raised for a file that is not a readable record. The message is one line and contains the file name."""
 
 
 def read_environment() -> dict[str, str]:
-    """Return the documented variables that are set. Call it before a run, which sets some itself."""
+    """Return the documented variables that are set. Call this before a run, since a run sets some variables."""
     return {variable.name: value for variable, value in list_set_variables().items()}
 
 
@@ -34,7 +34,7 @@ def make(
     measurement: dict[str, Any],
     tasks: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """Make the record; `measurement` has the number of turns and the reason why engines ran one by one, or None."""
+    """Make the record. `measurement` has the number of turns, and the reason if engines ran one by one, or None."""
     found = {"python": platform.python_version(), "vllm": versions.installed_vllm()}
     found |= {name: versions.installed(name) for name in _PACKAGES}
     return {
@@ -52,7 +52,7 @@ def make(
 
 
 def is_record(path: str | Path) -> bool:
-    """Whether a regular file is a record of any version."""
+    """Whether the path is a regular file that contains a record of any version."""
     try:
         found = json.loads(Path(path).read_text()) if Path(path).is_file() else None
     except (OSError, ValueError, RecursionError):
@@ -77,16 +77,16 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-# ---- figures of a record, as the table and the page show them ----------------------------------------------
+# ---- figures in a record, as shown in the table and on the page ---------------------------------------------
 
 
 def compute_acceptance_length(task: dict[str, Any]) -> float:
-    """Return the mean number of tokens per step with drafts, as in vLLM's metric; 1 if nothing was drafted."""
+    """Return the mean number of tokens per step with drafts, as in vLLM's metric, or 1 if nothing was drafted."""
     return 1 + task["num_accepted_tokens"] / task["num_drafts"] if task["num_drafts"] else 1.0
 
 
 def describe_measurement(measurement: dict[str, Any]) -> str:
-    """Describe in a sentence how the speeds were measured."""
+    """Describe in one sentence how the speeds were measured."""
     turns, reason = measurement["turns"], measurement["why_one_by_one"]
     count = "once" if turns == 1 else f"{turns} times"
     if reason is not None:
