@@ -1,1 +1,1 @@
-"""Sampling as pure, static-shape functions: logits in, tokens out. No function waits for the device."""
+"""Pure functions with static shapes that sample tokens from logits. None of them waits for the device."""

@@ -1,14 +1,15 @@
-"""Top-k, top-p and min-p filters: the tokens of a position that may be sampled.
+"""Top-k, top-p and min-p filters, which select the tokens that may be sampled at a position.
 
-Each filter is a threshold on a position's logits, and so is their combination: min-p by the probability of the most
-likely token, top-k by the k-th largest logit, top-p by where the cumulative probability reaches p, among the tokens
-that the other two keep. Tokens with equal logits are kept or removed together; the most likely ones are always kept.
+Each filter is a threshold on a position's logits, and so is their combination. The min-p threshold follows from the
+probability of the most likely token, and the top-k threshold is the k-th largest logit. The top-p threshold is the
+logit at which the cumulative probability reaches p, counting only tokens that the other two filters keep. Tokens with
+equal logits are kept or removed together, and the most likely ones are always kept.
 
-Exactness: the kept tokens equal those of a sort in float64, except where a cumulative probability lies within
-`ROUNDING` of p. There the next token may be kept or not, independently of other rows.
+Exactness: the kept tokens are the same as with a float64 sort, except where a cumulative probability is within
+`ROUNDING` of p. In that case, the next token may or may not be kept, independently of other rows.
 
-N positions, V vocabulary size, G blocks of S segments of T tokens, E segments of all blocks, M pivots, C
-tokens between two pivots.
+Dimensions: N positions; V vocabulary size; G blocks of S segments of T tokens; E segments in all blocks; M pivots;
+C tokens between two pivots.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from torch.nn import functional
 
 NEG_INF = float("-inf")
 ROUNDING = 4e-6
-"""Relative error of float32 sums over a vocabulary."""
+"""Relative error of a float32 sum over the vocabulary."""
 
 _SEGMENT, _BLOCK = 32, 1024
-"""Numbers of tokens."""
+"""Sizes in tokens."""
 _NUM_PIVOTS = 16
 _LIST_BLOCK = 128
-"""Number of tokens; common vocabulary sizes are multiples of it."""
+"""Size in tokens. Common vocabulary sizes are multiples of it."""
 
 
 def filter_logits(
@@ -39,11 +40,11 @@ def filter_logits(
 ) -> torch.Tensor:
     """Mask the tokens that the filters remove.
 
-    A filter is None if no row uses it; a row without it has min-p 0, k = V, or p = inf.
+    A filter is None if no row uses it. A row that does not use a filter has min-p 0, k = V or p = inf.
 
     Args:
-        longest: Largest k of any row with k < V; rows with k = V then have no top-p. 0 if rows may have any k.
-        num_sampling_B: Number of positions of each row that are sampled. A device may leave the others undefined.
+        longest: Largest k among rows with k < V, in which case rows with k = V have no top-p. 0 if any k may occur.
+        num_sampling_B: Number of sampled positions in each row. A device may leave the logits of others undefined.
     """
     if longest:
         if min_p_B is not None:
@@ -56,7 +57,7 @@ def filter_logits(
 
 
 def apply_min_p(logits_BQV: torch.Tensor, min_p_B: torch.Tensor) -> torch.Tensor:
-    """Mask tokens less likely than `min_p` times the most likely one; 0 disables the filter (log 0 is -inf)."""
+    """Mask tokens less likely than `min_p` times the most likely token. 0 disables the filter (log 0 is -inf)."""
     floor = logits_BQV.amax(-1, keepdim=True) + min_p_B.log()[:, None, None]
     return logits_BQV.masked_fill(logits_BQV < floor, NEG_INF)
 
@@ -81,7 +82,7 @@ def apply_list(
 def _find_largest(logits_BQV: torch.Tensor, number: int) -> torch.Tensor:
     """Return the largest logits, sorted.
 
-    A top-k over whole vocabularies is slow, and they lie in the blocks with the largest maxima.
+    They are searched for only in the blocks with the largest maxima, since a top-k over a whole vocabulary is slow.
     """
     vocab = logits_BQV.shape[-1]
     if vocab % _LIST_BLOCK or vocab < 4 * number * _LIST_BLOCK:
@@ -115,13 +116,13 @@ def search(
 
 
 class _SortedBlocks:
-    """Finds the largest logit at or above which there are enough tokens, or enough probability.
+    """Finds the largest threshold at or above which there are enough tokens or enough probability mass.
 
-    Sorting a vocabulary is the most expensive operation of an HPU, and each operator of a search adds to its latency.
-    So blocks are sorted, and then the last tokens of their segments, of which some at equal distances become pivots:
-    however the logits are distributed, only a known number of segments has tokens between two neighboring pivots. How
-    many tokens, and how much probability, lie at or above each pivot tells which two enclose the threshold. The
-    threshold is found among the sorted tokens of the segments between them.
+    Sorting a whole vocabulary is very expensive on an HPU, and each operator in a search adds latency. Instead, each
+    block is sorted, and so are the last tokens of all segments; evenly spaced ones become pivots. However the logits
+    are distributed, only a bounded number of segments has tokens between two neighboring pivots. The token count or
+    probability mass at or above each pivot shows which two pivots enclose the threshold, which is then found among the
+    sorted tokens of the segments between them.
     """
 
     def __init__(self, logits_NV: torch.Tensor) -> None:
@@ -135,9 +136,9 @@ class _SortedBlocks:
         self._starts_NE, self._ends_NE = self._tokens_NGST[..., 0].flatten(1), ends_NGS.flatten(1)
         distance = -(-num_segments // _NUM_PIVOTS)
         self._pivots_NM = self._ends_NE.sort(dim=-1, descending=True).values[:, distance - 1 :: distance]
-        # Between two pivots end fewer than `distance` segments, and in each block one more segment begins.
+        # Fewer than `distance` segments end between two pivots, and at most one more segment begins there per block.
         self._num_between = min(distance + num_blocks, num_segments)
-        # Find the segment of each block that a pivot divides, and its tokens at or above the pivot.
+        # In each block, find the segment that a pivot divides, and its tokens at or above the pivot.
         num_whole_NGM = (ends_NGS[..., None] >= self._pivots_NM[:, None, None]).sum(2, dtype=torch.int32)
         self._segment_NGM = num_whole_NGM.clamp(max=segments_per_block - 1)
         first = torch.arange(0, num_rows * num_segments, segments_per_block, dtype=torch.int32, device=logits_NV.device)
@@ -153,22 +154,22 @@ class _SortedBlocks:
         return self._find(top_k_N1, counts_NM, lambda tokens_NC, above_N1: ranks_C + above_N1)
 
     def find_top_p(self, top_p_N1: torch.Tensor, floor_N1: torch.Tensor | None) -> torch.Tensor:
-        """Return the smallest logit that top-p keeps, among tokens at or above a floor."""
+        """Return the smallest logit that top-p keeps, considering only tokens at or above the floor."""
         tokens_NGST = self._tokens_NGST
-        # A row in which all tokens are masked has a peak of -inf.
+        # If all tokens of a row are masked, its peak is -inf.
         peak_N1 = self._starts_NE.amax(-1, keepdim=True).clamp(min=torch.finfo().min)
         peak_N111 = peak_N1[..., None, None]
         if floor_N1 is not None:
             tokens_NGST = tokens_NGST.masked_fill(tokens_NGST < floor_N1[..., None, None], NEG_INF)
         sums_NGS = (tokens_NGST - peak_N111).exp().sum(-1)
         before_NGS = sums_NGS.cumsum(-1) - sums_NGS
-        # For pivots below the floor the sums may include tokens below it, which changes nothing: they reach the target.
+        # Sums at pivots below the floor may include tokens below it. This is harmless: they reach the target anyway.
         partial_NGM = ((self._divided_NGMT - peak_N111).exp() * self._is_above_NGMT).sum(-1)
         whole_NGM = before_NGS.flatten().index_select(0, self._index).view(partial_NGM.shape)
         target_N1 = top_p_N1 * sums_NGS.sum((1, 2))[:, None]
 
         def accumulate(tokens_NC: torch.Tensor, above_N1: torch.Tensor) -> torch.Tensor:
-            # Summed in two levels to limit rounding errors.
+            # Sum in two levels to limit rounding errors.
             within_NET = (tokens_NC - peak_N1).exp().unflatten(-1, (-1, _SEGMENT)).cumsum(-1)
             sums_NE = within_NET[..., -1]
             before_NE = sums_NE.cumsum(-1) - sums_NE + above_N1
@@ -183,11 +184,12 @@ class _SortedBlocks:
         reached_NM: torch.Tensor,
         accumulate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Return the largest logit at or above which `target` is reached; -inf if there is none.
+        """Return the largest logit at which the count or mass reaches `target`, or -inf if there is none.
 
         Args:
-            reached_NM: What is reached at the pivots.
-            accumulate: Returns what is reached at each of the sorted tokens between two pivots, from what lies above.
+            reached_NM: Count or mass at or above each pivot.
+            accumulate: Returns the count or mass at or above each sorted token between two pivots, given the tokens
+                and the count or mass above them.
         """
         is_short_NM = reached_NM < target_N1
         lower_N1 = self._pivots_NM.masked_fill(is_short_NM, NEG_INF).amax(-1, keepdim=True)
@@ -197,7 +199,7 @@ class _SortedBlocks:
         segments = is_between_NE.float().topk(self._num_between, dim=-1).indices
         index = segments[..., None].expand(*segments.shape, _SEGMENT)
         tokens_NC = self._tokens_NGST.flatten(1, 2).gather(1, index).flatten(1)
-        # Tokens at or above the upper pivot are in `above`.
+        # `above_N1` already includes tokens at or above the upper pivot.
         tokens_NC = tokens_NC.masked_fill(tokens_NC >= upper_N1, NEG_INF).sort(dim=-1, descending=True).values
         is_reached_NC = accumulate(tokens_NC, above_N1) >= target_N1
         return torch.maximum(torch.where(is_reached_NC, tokens_NC, NEG_INF).amax(-1, keepdim=True), lower_N1)

@@ -1,4 +1,4 @@
-"""Grammars of a step: masks of tokens, and how many draft tokens they allow."""
+"""Grammar masks for a step, and the number of draft tokens that each grammar allows."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 class Grammar(NamedTuple):
-    """A request's grammar masks in a step."""
+    """A request's grammar masks for one step."""
 
     mask_NW: np.ndarray
-    """int32 bitmask of its first N positions; drafts after them are unconstrained and must not be accepted."""
+    """int32 bitmask for the first N positions. Later drafts are not constrained and must not be accepted."""
     num_acceptable: int
     """Number of drafts that the grammar allows."""
 
 
 def read_grammars(output: GrammarOutput, scheduled: SchedulerOutput) -> dict[str, Grammar]:
-    """Return the grammars of a step by request.
+    """Return the grammars for a step by request.
 
-    vLLM concatenates their masks: one row per scheduled draft token, and one more.
+    vLLM concatenates their masks. Each request has one row per scheduled draft token, plus one.
     """
     grammars, begin = {}, 0
     for index, req_id in enumerate(output.structured_output_request_ids):
@@ -38,20 +38,20 @@ def read_grammars(output: GrammarOutput, scheduled: SchedulerOutput) -> dict[str
 
 class GrammarInputs(NamedTuple):
     masks_BQW: torch.Tensor
-    """int32; [N, 1, W] if the pass lists its positions."""
+    """int32, or [N, 1, W] if the pass lists its positions."""
     bounds_2B: torch.Tensor
-    """int32: number of drafts that a row's grammar allows, and 1 for rows without a grammar."""
+    """int32: the number of drafts that each row's grammar allows, then 1 for rows without a grammar, else 0."""
 
 
 def pack_grammars(batch: SampleBatch, grammars: dict[str, Grammar], mask_words: int) -> list[np.ndarray]:
-    """Return a pass's `GrammarInputs` on the host."""
+    """Return the host arrays for a pass's `GrammarInputs`."""
     return [_make_masks(batch, grammars, mask_words), _get_bounds(batch, grammars)]
 
 
 def _make_masks(batch: SampleBatch, grammars: dict[str, Grammar], mask_words: int) -> np.ndarray:
     """Return the masks, int32 [B, Q, W], or [N, 1, W] if the batch lists its positions.
 
-    A grammar has masks for the first few positions of its row; other masks allow every token.
+    A grammar provides masks for the first few positions of its row. All other masks allow every token.
     """
     if batch.index_np is None:
         row_BQ, query_BQ = np.indices((len(batch.rows_np), batch.shape.queries))
@@ -60,14 +60,14 @@ def _make_masks(batch: SampleBatch, grammars: dict[str, Grammar], mask_words: in
     mask = np.full((*row_BQ.shape, mask_words), -1, dtype=np.int32)
     for index, request in enumerate(batch.requests):
         if (grammar := grammars.get(request.req_id)) is not None:
-            # Padding of a new request may add more masks than this step has positions.
+            # The padding for a new request may add more masks than this step has positions.
             where = np.nonzero((row_BQ == index) & (query_BQ < len(grammar.mask_NW)))
             mask[where] = grammar.mask_NW[query_BQ[where], :mask_words]
     return mask
 
 
 def _get_bounds(batch: SampleBatch, grammars: dict[str, Grammar]) -> np.ndarray:
-    """Return how many drafts each row's grammar allows, and which rows have no grammar; int32 [2, B]."""
+    """Return how many drafts each row's grammar allows, and which rows have no grammar, as int32 [2, B]."""
     bounds = np.full((2, len(batch.rows_np)), batch.shape.queries - 1, dtype=np.int32)
     bounds[1] = 1
     for index, request in enumerate(batch.requests):

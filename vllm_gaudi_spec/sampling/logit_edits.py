@@ -1,6 +1,6 @@
-"""Logit bias, bad words and min-tokens as one kind of logit edit.
+"""Logit bias, bad words and min-tokens, represented as one kind of logit edit.
 
-An edit adds a bias to a token, up to a number of output tokens, after a certain prefix. See
+An edit adds a bias to a token after a given prefix, until the output has a given number of tokens. See
 `sampling.logits.apply_logit_edits`.
 """
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 _ALWAYS = np.iinfo(np.int32).max
 ANY_TOKEN = -1
 _MULTIPLE = 8
-"""Column counts are rounded up to multiples of this if tables are not read as a whole."""
+"""Column counts are rounded up to multiples of this, except where whole tables are read."""
 
 
 class EditTables(NamedTuple):
-    """Logit edits of B rows on the device: N edits per row, with P prefix tokens in total."""
+    """Logit edits for B rows, on the device. Each row has N edits with P prefix tokens in total."""
 
     edits_B2N: torch.Tensor
-    """int32: the token, and the number of output tokens up to which the edit applies; 0 for unused edits."""
+    """int32: the token, and the output length at which the edit stops applying, which is 0 for unused edits."""
     bias_BN: torch.Tensor
     """float32."""
     prefix_B3P: torch.Tensor
-    """int32: a token, how far before the newest output token it must be, and the index of its edit.
+    """int32: the token, its required distance before the newest output token, and the index of its edit.
 
     Unused entries are ANY_TOKEN.
     """
@@ -43,17 +43,17 @@ class EditTables(NamedTuple):
 
 
 class LogitEdits:
-    """Logit edits of all requests with a row, in tables on the device."""
+    """Logit edits for all requests that have a row, in device tables."""
 
     def __init__(self, backend: DeviceBackend, max_rows: int, tables: EditTables) -> None:
         self._has_fixed_shapes = backend.traits.captures
-        """Whether tables are read as a whole, whatever a batch needs."""
+        """Whether whole tables are read, whatever a batch needs."""
         self._tables = tables
         self._sizes_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
-        """Number of edits and prefix tokens of each row."""
+        """Number of edits and number of prefix tokens in each row."""
 
     def admit(self, request: Request) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
-        """Return a request's row of each table, or None for each if it has no edits."""
+        """Return the request's row for each table, or None for each table if the request has no edits."""
         num_edits, num_tokens = count_edits(request.params)
         if num_edits > MAX_LOGIT_EDITS or num_tokens > MAX_BAD_WORD_TOKENS:
             raise ValueError(
@@ -64,14 +64,14 @@ class LogitEdits:
         return _build_rows(request.params) if num_edits else (None, None, None)
 
     def get_sizes(self, rows_np: np.ndarray) -> tuple[int, int]:
-        """Return how many columns of the tables a batch of these rows reads."""
+        """Return how many edit columns and prefix columns a batch with these rows reads."""
         if self._has_fixed_shapes:
             return MAX_LOGIT_EDITS, MAX_BAD_WORD_TOKENS
         num_edits, num_prefix = self._sizes_np[rows_np].max(axis=0).tolist()
         return min(_round_up(num_edits), MAX_LOGIT_EDITS), min(_round_up(num_prefix), MAX_BAD_WORD_TOKENS)
 
     def gather(self, rows_B: torch.Tensor, sizes: tuple[int, int]) -> EditTables:
-        """Gather the tables of a batch's rows; runs inside a graph."""
+        """Gather the tables for a batch's rows. Runs inside a graph."""
         num_edits, num_prefix = sizes
         return EditTables(
             self._tables.edits_B2N.narrow(2, 0, num_edits).index_select(0, rows_B),
@@ -81,14 +81,14 @@ class LogitEdits:
 
 
 def count_edits(params: SamplingParams) -> tuple[int, int]:
-    """Return the number of a request's edits, and of the tokens in its bad words."""
+    """Return the number of edits in a request, and the number of tokens in its bad words."""
     bad_words = params.bad_words_token_ids or ()
     num_stops = len(params.all_stop_token_ids) if params.min_tokens else 0
     return len(params.logit_bias or ()) + len(bad_words) + num_stops, sum(map(len, bad_words))
 
 
 def make_empty_rows() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return a row of each of the `EditTables`, without edits."""
+    """Return a row without edits for each table in `EditTables`."""
     edits_2N = np.zeros((2, MAX_LOGIT_EDITS), dtype=np.int32)
     bias_N = np.zeros(MAX_LOGIT_EDITS, dtype=np.float32)
     prefix_3P = np.zeros((3, MAX_BAD_WORD_TOKENS), dtype=np.int32)
@@ -97,15 +97,15 @@ def make_empty_rows() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _build_rows(params: SamplingParams) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return a request's row of each of the `EditTables`."""
+    """Return a request's row for each table in `EditTables`."""
     edits = [(int(token), _ALWAYS, float(bias)) for token, bias in (params.logit_bias or {}).items()]
     prefix: list[tuple[int, int, int]] = []
     for *before, token in params.bad_words_token_ids or ():
         prefix += [(other, len(before) - 1 - index, len(edits)) for index, other in enumerate(before)]
         edits.append((token, _ALWAYS, -np.inf))
     if params.min_tokens:
-        # Negative: skipped where a grammar allows nothing else.
-        num_tokens = min(params.min_tokens, _ALWAYS)  # the table is int32, and no context is that long
+        # A negative limit means that the edit is skipped where a grammar allows nothing else.
+        num_tokens = min(params.min_tokens, _ALWAYS)  # the table is int32, and no context is longer than that
         until = num_tokens if params.structured_outputs is None else -num_tokens
         edits += [(token, until, -np.inf) for token in sorted(params.all_stop_token_ids)]
     tokens, untils, biases = zip(*edits, strict=True)

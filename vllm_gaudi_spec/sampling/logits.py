@@ -1,7 +1,7 @@
 """Applies a request's sampling parameters to its logits, at each of the Q positions of a verify step.
 
-B rows, Q positions, V vocabulary size. All functions return new logits; masked tokens are -inf. The input is a view of
-the output layer's result, and a graph on a Gaudi must not write through a view.
+Dimensions: B rows, Q positions, V vocabulary size. All functions return new logits, in which masked tokens are -inf,
+because the input is a view of the output layer's result and a graph on a Gaudi must not write through a view.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEG_INF = float("-inf")
 
 
 class Penalties(NamedTuple):
-    """Penalties of B rows, or of N positions."""
+    """Penalties for B rows or N positions."""
 
     presence_B: torch.Tensor
     frequency_B: torch.Tensor
@@ -38,12 +38,12 @@ def apply_bitmask(logits_BQV: torch.Tensor, bitmask_BQW: torch.Tensor) -> torch.
 def apply_logit_edits(
     logits_BQV: torch.Tensor, tables: EditTables, recent_BQP: torch.Tensor, num_outputs_BQ: torch.Tensor
 ) -> torch.Tensor:
-    """Add each edit's bias to its token while there are fewer than `until` output tokens and its whole prefix matches.
+    """Add each edit's bias to its token if its prefix matches and there are fewer than `until` output tokens.
 
-    Edits with a negative `until` are skipped at positions where they would leave no token.
+    A negative `until` means the same limit, but the edit is skipped at positions where it would mask every token.
 
     Args:
-        recent_BQP: The output token that each prefix token is compared with.
+        recent_BQP: The output tokens with which the prefix tokens are compared.
     """
     token_BN, until_BN = tables.edits_B2N.unbind(1)
     prefix_BP, _, edit_BP = tables.prefix_B3P.unbind(1)
@@ -68,10 +68,10 @@ def apply_penalties(
     positions_BQ: torch.Tensor,
     penalties_B: Penalties,
 ) -> torch.Tensor:
-    """Apply presence and frequency penalties over the output, and the repetition penalty over prompt and output.
+    """Apply presence and frequency penalties to output tokens, and the repetition penalty to prompt and output tokens.
 
-    Each query counts the tokens up to its own position, including draft tokens, as if they had been sampled one by one.
-    The positions of a row are consecutive.
+    Each query counts the tokens up to its own position, treating draft tokens as if they had been sampled one by one.
+    A row's positions must be consecutive.
     """
     queries, vocab = logits_BQV.shape[1:]
     token_BM = history_BM.long()
@@ -94,11 +94,11 @@ def apply_penalties_at(
     positions_BQ: torch.Tensor,
     penalties_N: Penalties,
 ) -> torch.Tensor:
-    """Apply penalties to N positions. `index_2N` has their rows and queries; the penalties are per position."""
+    """Apply penalties to N positions. `index_2N` contains their rows and queries. Penalties are per position."""
     row_N, query_N = index_2N.unbind(0)
     token_BM = history_BM.long()
     counts_BV, prompt_BV = _counts(token_BM, prompt_len_B, positions_BQ[:, 0], logits_NV.shape[-1])
-    # Each row's history is counted once; each position then adds the drafts before its own.
+    # Count each row's history once, then add the drafts up to each position.
     counts_NV = counts_BV.index_select(0, row_N)
     draft_NQ = history_BM.gather(1, positions_BQ.long()).long().index_select(0, row_N)
     queries_Q = torch.arange(positions_BQ.shape[1], device=logits_NV.device)
@@ -113,7 +113,7 @@ def _penalize(
     prompt_BV: torch.Tensor,
     penalties_B: Penalties,
 ) -> torch.Tensor:
-    """Apply penalties.
+    """Apply all penalties.
 
     Args:
         counts_BV: How often each token occurs in the output.
@@ -129,7 +129,7 @@ def _penalize(
 def _counts(
     token_BM: torch.Tensor, prompt_len_B: torch.Tensor, last_B: torch.Tensor, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how often each token occurs in the output up to `last_B`, and whether it is in the prompt; [B, V] each."""
+    """Return how often each token occurs in the output up to `last_B` and whether it is in the prompt, [B, V] each."""
     offsets_M = torch.arange(token_BM.shape[1], device=token_BM.device)
     in_prompt = offsets_M < prompt_len_B[:, None]
     counts_BV = _count(token_BM, ~in_prompt & (offsets_M <= last_B[:, None]), vocab)
@@ -137,12 +137,12 @@ def _counts(
 
 
 def _count(token_BM: torch.Tensor, which_BM: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Return how often each token occurs at the selected positions, float32 [B, V]."""
+    """Return how often each token occurs at the selected positions, as float32 [B, V]."""
     counts = torch.zeros(token_BM.shape[0], vocab, device=token_BM.device)
     return counts.scatter_add_(1, token_BM, which_BM.float())
 
 
 def apply_temperature(logits_BQV: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
-    """Divide by the temperature. Rows with temperature 0 are greedy, so scaling would not change their argmax."""
+    """Divide logits by the temperature. Rows with temperature 0 are greedy and stay unchanged."""
     scale = torch.where(temperature_B > 0, temperature_B, 1.0)
     return logits_BQV / scale[:, None, None]

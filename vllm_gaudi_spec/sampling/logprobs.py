@@ -1,4 +1,4 @@
-"""Log-probabilities that requests ask for, as vLLM reports them."""
+"""Requested log-probabilities, in the format that vLLM reports."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from vllm.v1.outputs import LogprobsTensors
 def gather_logprobs(
     scores_NV: torch.Tensor, tokens_N: torch.Tensor, num_top: int, extra_ids_NE: torch.Tensor | None = None
 ) -> LogprobsTensors:
-    """Gather the score and rank of the chosen token, then the `num_top` best scores or those of given ids.
+    """Gather the score and rank of the chosen token, and the `num_top` best scores or the scores of the given IDs.
 
-    Column 0 is the chosen token. As in vLLM, ranks start at 1 and include every token with an equal score.
+    Column 0 holds the chosen token. As in vLLM, a rank counts all tokens with an equal or higher score.
     """
     chosen = tokens_N.long()[:, None]
     chosen_score = scores_NV.gather(-1, chosen)

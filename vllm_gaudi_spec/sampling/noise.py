@@ -1,8 +1,8 @@
-"""Counter-based noise: a hash of (request seed, absolute position, stream, token id).
+"""Counter-based noise: a hash of (request seed, absolute position, stream, token ID).
 
-The hash uses wrapping 32-bit arithmetic with logical shifts, so that every device computes the same bits for every
-batch composition and number of drafts. Each use of noise has its own stream: noise shared between two uses would make
-an acceptance rule lossy. Only coupled drafts share the target's stream, on purpose.
+The hash uses wrapping 32-bit arithmetic with logical shifts, so the bits are the same on every device, whatever the
+batch composition and the number of drafts. Each use of noise has its own stream, because an acceptance rule would be
+lossy if two uses shared noise. Only coupled drafts share the target's stream, on purpose.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ _SPREAD_TOKEN = 0x9E3779B1 - (1 << 32)
 _SPREAD_POSITION = 0x85EBCA6B - (1 << 32)
 _SPREAD_STREAM = 0x27D4EB2F
 _SPREAD_START = 0xC2B2AE3D - (1 << 32)
-# Multipliers of the "lowbias32" integer finalizer.
+# Multipliers from the "lowbias32" integer finalizer.
 _MIX_1 = 0x7FEB352D
 _MIX_2 = 0x846CA68B - (1 << 32)
 
 
 def fold_seed(seed: int) -> tuple[int, int]:
-    """Return a seed of any size as two signed 32-bit words; computed on the host, once per request."""
+    """Hash a seed into two signed 32-bit words. Runs on the host, once per request."""
     digest = hashlib.blake2b(seed.to_bytes(16, "little", signed=True), digest_size=8).digest()
     low, high = (int.from_bytes(part, "little", signed=True) for part in (digest[:4], digest[4:]))
     return low, high
 
 
 def fresh_seed(*parts: object) -> int:
-    """Return a seed for a request without one: equal on every rank, different for every admission."""
+    """Return a seed for a request that has none. It is the same on every rank but differs for each admission."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift logically, as torch shifts signed integers arithmetically."""
+    """Shift right logically, since torch shifts signed integers arithmetically."""
     return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
 
 
 def _mix_(x: torch.Tensor) -> torch.Tensor:
-    """Apply a bijective finalizer over int32, in place."""
+    """Apply a bijective int32 finalizer in place."""
     x.bitwise_xor_(_shift_right(x, 16)).mul_(_MIX_1)
     x.bitwise_xor_(_shift_right(x, 15)).mul_(_MIX_2)
     return x.bitwise_xor_(_shift_right(x, 16))
 
 
 def derive_block_keys(keys_B2: torch.Tensor, starts_B: torch.Tensor) -> torch.Tensor:
-    """Return keys for noise that is used in one verify step only.
+    """Return keys for noise that is used in only one verify step.
 
-    Two steps of a request never start at the same position, so they share no noise under these keys.
+    Two steps of a request never start at the same position, so these keys never give them the same noise.
 
     Args:
         starts_B: Position of the step's first query.
@@ -71,9 +71,9 @@ def derive_block_keys(keys_B2: torch.Tensor, starts_B: torch.Tensor) -> torch.Te
 def bits(
     keys_B2: torch.Tensor, positions_BQ: torch.Tensor, stream: Stream | torch.Tensor, tokens_V: torch.Tensor
 ) -> torch.Tensor:
-    """Return the hash of request key, position, stream and token id, int32 [B, Q, V].
+    """Return the hash of request key, position, stream and token ID, as int32 [B, Q, V].
 
-    Streams may differ between positions: then they are int32 with the positions' shape.
+    A stream tensor (int32, same shape as the positions) selects a stream for each position.
     """
     position_hash = _mix_(positions_BQ * _SPREAD_POSITION + stream * _SPREAD_STREAM)
     first = _mix_(position_hash ^ keys_B2[:, :1])
@@ -85,9 +85,9 @@ def bits(
 def exponential(hashed: torch.Tensor) -> torch.Tensor:
     """Return unit exponential variates from hash bits.
 
-    They are finite, positive, and fine-grained near 0, where argmax decides.
+    They are finite, positive, and finest near 0, where they decide the argmax.
     """
-    # A float keeps 24 significant bits of 31, so small values are exact multiples of 2**-31.
+    # A float keeps 24 of the 31 bits, so small values are exact multiples of 2**-31.
     unit = _shift_right(hashed, 1).float().add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
     if unit.device.type in _ACCURATE_LOG1P:
         return unit.neg_().log1p_().neg_()
@@ -95,16 +95,16 @@ def exponential(hashed: torch.Tensor) -> torch.Tensor:
 
 
 _ACCURATE_LOG1P = ("cpu", "cuda")
-"""Device types with an accurate log1p.
+"""Device types with an accurate `log1p`.
 
-Gaudi and Ascend publish no error bound; if theirs is log(1 + x), the noise of one in 2**25 tokens is infinite.
+Gaudi and Ascend publish no error bound. If theirs computes log(1 + x), one token in 2**25 gets infinite noise.
 """
 _SERIES_BELOW = 2.0**-6
 
 
 def neg_log1p_neg(unit: torch.Tensor) -> torch.Tensor:
-    """Return -log1p(-unit) for (0, 1), from logarithms of numbers that are not near 1."""
-    # Four terms: the fifth is smaller than half of the last bit.
+    """Return -log1p(-unit) for values in (0, 1), without taking logarithms of numbers near 1."""
+    # Four terms suffice: the fifth is less than half a unit in the last place.
     series = unit * (unit * (unit * (unit * (1 / 4) + 1 / 3) + 1 / 2) + 1)
     far = unit.clamp(min=_SERIES_BELOW)
     left = 1 - far
@@ -114,10 +114,10 @@ def neg_log1p_neg(unit: torch.Tensor) -> torch.Tensor:
 
 
 def uniform(keys_B2: torch.Tensor, positions_BQ: torch.Tensor, stream: Stream) -> torch.Tensor:
-    """Return uniform noise in [0, 1), float32 [B, Q]."""
+    """Return uniform noise in [0, 1) as float32 [B, Q]."""
     token_0 = torch.zeros(1, dtype=torch.int32, device=positions_BQ.device)
     hashed = bits(keys_B2, positions_BQ, stream, token_0).flatten(1)
-    # A float32 holds 24 bits exactly, so no value is rounded up to 1.
+    # Keep 24 bits, which float32 represents exactly, so no value is rounded up to 1.
     return _shift_right(hashed, 8).float().mul_(2.0**-24)
 
 
@@ -126,6 +126,6 @@ def gumbel(
 ) -> torch.Tensor:
     """Return standard Gumbel noise [B, Q, V].
 
-    Adding it to log-probabilities and taking the argmax samples from them.
+    The argmax of log-probabilities plus this noise is a sample from their distribution.
     """
     return exponential(bits(keys_B2, positions_BQ, stream, tokens_V)).log_().neg_()

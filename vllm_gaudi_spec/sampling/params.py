@@ -1,6 +1,6 @@
-"""Sampling parameters of requests in device tables, and what a sampling pass copies besides.
+"""Sampling parameters in device tables, and the other inputs that a sampling pass copies to the device.
 
-Parameters are written at admission. A pass only copies which rows sample, and grammar masks.
+Parameters are written at admission. A pass only copies the rows that sample and their grammar masks.
 """
 
 from __future__ import annotations
@@ -40,23 +40,22 @@ _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penal
 _NEUTRAL = (0.0, np.inf, 0.0, 0.0, 0.0, 1.0)
 _INT32_MAX = np.iinfo(np.int32).max
 _NUM_INTS = 5
-"""Top-k, prompt length, two words of the seed, and the thinking budget."""
+"""Top-k, prompt length, two seed words, and the thinking budget."""
 
 
 class SamplePass(NamedTuple):
-    """Everything that a sampling pass needs from the host: one copy that is split inside the graph."""
+    """Everything that a sampling pass needs from the host, in one copy that is split inside the graph."""
 
     branch: Branch
     shape: SampleShape
     edit_sizes: tuple[int, int]
-    """Number of columns of the logit edit tables that are read."""
+    """Numbers of columns to read from the logit edit tables."""
     num_drafts: int
-    """Number of drafts per row that the pass makes after verification."""
+    """Number of drafts per row that the pass proposes after verification."""
     packing: Packing
 
     def split(self) -> tuple[torch.Tensor, torch.Tensor, PositionList | None, GrammarInputs | None]:
-        """Return the rows, int64; the most drafts that each row keeps; the positions, if the pass lists them; and
-        grammars, if it has any."""
+        """Return rows (int64), the maximum number of drafts per row, and the listed positions and grammars, if any."""
         parts = iter(self.packing.split())
         rows_B, max_drafts_B = next(parts).unbind(0)
         position_list = PositionList(next(parts).long(), next(parts).long()) if self.shape.positions else None
@@ -65,26 +64,26 @@ class SamplePass(NamedTuple):
 
 
 class SamplingInputs(NamedTuple):
-    """Inputs of a sampling pass on the device, besides logits.
+    """Device inputs of a sampling pass other than logits.
 
-    B is the rows of a batch or, after `select_rows`, its positions.
+    B is the number of rows in a batch or, after `select_rows`, the number of listed positions.
     """
 
     branch: Branch
     floats_FB: torch.Tensor
     """float32, in the order of `_FLOATS`."""
     ints_B5: torch.Tensor
-    """int32: top-k, prompt length, two words of the seed, thinking budget."""
+    """int32: top-k, prompt length, two seed words, thinking budget."""
     grammars: GrammarInputs | None = None
     allowed_B1W: torch.Tensor | None = None
-    """int32 bitmask."""
+    """int32 bitmask of allowed tokens."""
     logit_edits: EditTables | None = None
     scored_ids_BE: torch.Tensor | None = None
-    """int32: tokens that requests named for log-probabilities."""
+    """int32: IDs of tokens whose log-probabilities were requested."""
 
     @property
     def floats(self) -> dict[str, torch.Tensor]:
-        """Parameters by name, [B] each."""
+        """Parameters by name, each of shape [B]."""
         return dict(zip(_FLOATS, self.floats_FB.unbind(0), strict=True))
 
     @property
@@ -106,7 +105,7 @@ class SamplingInputs(NamedTuple):
 
     @property
     def thinking_budget_B(self) -> torch.Tensor:
-        """Number of tokens that a row may think, or `NO_BUDGET`."""
+        """Maximum number of thinking tokens in each row, or `NO_BUDGET`."""
         return self.ints_B5[:, 4]
 
     @property
@@ -118,7 +117,7 @@ class SamplingInputs(NamedTuple):
         return None if self.grammars is None else self.grammars.bounds_2B[1] > 0
 
     def select_rows(self, row_N: torch.Tensor) -> SamplingInputs:
-        """Return the inputs of N positions, from those of their rows in the batch."""
+        """Return inputs for N positions, selected from their rows' inputs."""
         return self._replace(
             floats_FB=self.floats_FB.index_select(1, row_N),
             ints_B5=self.ints_B5.index_select(0, row_N),
@@ -157,15 +156,15 @@ class Sampling:
 
     @staticmethod
     def count_bytes(max_rows: int, vocab_size: int) -> int:
-        """Return the size of the tables."""
+        """Return the total table size in bytes."""
         return DeviceRows.count_bytes(max_rows, *_make_neutral_rows(vocab_size), *make_empty_rows())
 
     def admit(self, request: Request) -> None:
-        """Note a request's parameters for its row, which `flush` copies to the device."""
+        """Stage a request's parameters for its row. `flush` copies them to the device."""
         params, row = request.params, request.row
         floats = np.array([getattr(params, name) for name in _FLOATS], dtype=np.float32)
         if params.top_p >= 1:
-            floats[1] = np.inf  # no cumulative probability reaches it, so rounding cannot mask a token
+            floats[1] = np.inf  # no cumulative probability reaches inf, so rounding cannot mask a token
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         scored = params.logprob_token_ids or []
         ints = np.zeros(_NUM_INTS + SCORED_COUNTS[-1], dtype=np.int32)
@@ -202,11 +201,11 @@ class Sampling:
         return fit_size(self.logprob_counts, self.vocab_size if params.logprobs < 0 else params.logprobs)
 
     def prompt_logprob_counts(self) -> tuple[int, ...]:
-        """Return every number of top tokens that may be reported for each token of a prompt."""
+        """Return the supported numbers of top tokens to report for each prompt token."""
         return select_coarse_counts(self.logprob_counts) if self.backend.traits.captures else self.logprob_counts
 
     def prompt_logprob_count(self, num_requested: int) -> int:
-        """Return the smallest of these numbers that covers `num_requested`."""
+        """Return the smallest of the `prompt_logprob_counts` that covers `num_requested`."""
         num_requested = self.vocab_size if num_requested < 0 else num_requested
         return next(count for count in self.prompt_logprob_counts() if count >= num_requested)
 
@@ -216,16 +215,16 @@ class Sampling:
         return np.packbits(allowed, bitorder="little").view(np.int32)
 
     def branch(self, requests: list[Request], grammars: Collection[str]) -> Branch:
-        """Return the branch for requests that sample in one step. `grammars` are the ids of requests with a grammar."""
+        """Return the branch for requests that sample together. `grammars` lists the IDs of requests with a grammar."""
         branch = Branch.largest(self._branches_np[[request.row for request in requests]])
         if grammars:
             branch = branch._replace(constrained=any(request.req_id in grammars for request in requests))
         if branch.top_k == self.vocab_size and branch.top_p:
-            branch = branch._replace(top_p=SEARCHED)  # there is no list
+            branch = branch._replace(top_p=SEARCHED)  # no list is used
         return self._reduce(branch)
 
     def _reduce(self, branch: Branch) -> Branch:
-        """Return a branch that includes this one, out of as few as the device should capture or compile."""
+        """Return a branch that covers this one, from the set that the device captures or compiles."""
         if self.backend.traits.compiles:
             return branch.merge(self.vocab_size, self.logprob_counts, joint=self._joint)
         if self.backend.traits.captures:
@@ -234,11 +233,11 @@ class Sampling:
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
-        """All branches that a step may take, in order."""
+        """All branches that a step may take, sorted."""
         return tuple(sorted({self._reduce(branch) for branch in Branch.iter_all(self.vocab_size, self.logprob_counts)}))
 
     def reports(self, requests: list[Request], branch: Branch) -> bool:
-        """Return whether a request asks for log-probabilities, which a merged branch computes for others too."""
+        """Return whether any request asks for log-probabilities. A merged branch may compute them without a request."""
         if not any(branch.select_reports()):
             return False
         return any(Branch.largest(self._branches_np[[request.row for request in requests]]).select_reports())
@@ -248,15 +247,15 @@ class Sampling:
         self._rows.flush()
 
     def warm_up(self) -> None:
-        """Run the graphs that admissions run."""
+        """Warm up the graphs that admissions run."""
         self._rows.warm_up()
 
     def make_pass(
         self, batch: SampleBatch, branch: Branch, grammars: dict[str, Grammar], num_drafts: int = 0, max_drafts: int = 0
     ) -> SamplePass:
-        """Copy the inputs of a pass over a batch to the device. `branch` covers its requests.
+        """Copy the inputs for a batch's sampling pass to the device. `branch` must cover the batch's requests.
 
-        The pass makes `num_drafts` drafts per row, of which a row keeps at most `max_drafts`.
+        The pass proposes `num_drafts` drafts per row, of which a row keeps at most `max_drafts`.
         """
         header_2B = np.zeros((2, len(batch.rows_np)), dtype=np.int32)
         header_2B[0], header_2B[1, : len(batch.requests)] = batch.rows_np, max_drafts
@@ -275,7 +274,7 @@ class Sampling:
         edit_sizes: tuple[int, int] = (0, 0),
         grammars: GrammarInputs | None = None,
     ) -> SamplingInputs:
-        """Gather the parameters of rows that a branch reads; runs inside a graph."""
+        """Gather the parameters that a branch reads, for the given rows. Runs inside a graph."""
         scored_RE = self._ints_RX.narrow(1, _NUM_INTS, branch.scored) if branch.scored else None
         return SamplingInputs(
             branch,
@@ -293,7 +292,7 @@ def _count_mask_words(vocab_size: int) -> int:
 
 
 def _make_neutral_rows(vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return a row of each table of parameters: floats, ints and allowed tokens."""
+    """Return a neutral row for each parameter table: floats, ints and allowed tokens."""
     ints = np.zeros(_NUM_INTS + SCORED_COUNTS[-1], dtype=np.int32)
     ints[0], ints[_NUM_INTS - 1] = vocab_size, NO_BUDGET
     return np.array(_NEUTRAL, dtype=np.float32), ints, np.full(_count_mask_words(vocab_size), -1, dtype=np.int32)

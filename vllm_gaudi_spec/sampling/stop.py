@@ -1,10 +1,10 @@
-"""Parts shared by acceptance rules: comparing drafts with the target, and the token after the accepted drafts.
+"""Functions that acceptance rules share: draft comparison, and sampling of the token after the accepted drafts.
 
-B rows, K drafts at most, Q = K + 1 positions, V vocabulary size. Position i has the target's distribution of the token
-that draft i proposes; the position after a row's last draft has that of the bonus token.
+Dimensions: B rows, at most K drafts, Q = K + 1 positions, V vocabulary size. Position i has the target's distribution
+for the token that draft i proposes. The position after a row's last draft has the distribution for the bonus token.
 
-Of a row's K drafts the first `num_drafts` are real. The rules are exact if this number does not depend on the drafts
-that it excludes: a drafter may stop before it samples a draft, but must not withdraw one because of its token.
+Only the first `num_drafts` of a row's K drafts are real. The rules are exact if this number does not depend on the
+excluded drafts: a drafter may stop before it samples a draft, but must not withdraw a draft because of its token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def mask_real_drafts(drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Return which drafts may be accepted, bool [B, K]: the first `num_drafts` of a row that are valid tokens."""
+    """Return which drafts may be accepted, bool [B, K]: the valid tokens among a row's first `num_drafts`."""
     offsets_K = torch.arange(drafts_BK.shape[1], device=drafts_BK.device)
     return (offsets_K < num_drafts_B[:, None]) & (drafts_BK >= 0) & (drafts_BK < vocab)
 
@@ -26,29 +26,29 @@ def mask_real_drafts(drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor, vocab:
 def compute_ratios(
     probs_BKV: torch.Tensor, draft_probs_BKV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor
 ) -> torch.Tensor:
-    """Return p / q of each draft, finite; 0 for drafts that are not real or whose draft probability is 0."""
+    """Return the finite ratio p / q for each draft, or 0 if the draft is not real or has a draft probability of 0."""
     vocab = probs_BKV.shape[2]
     index = drafts_BK.clamp(0, vocab - 1).long()[..., None]
     p = probs_BKV.gather(2, index).squeeze(2)
     q = draft_probs_BKV.gather(2, index).squeeze(2)
     possible = mask_real_drafts(drafts_BK, num_drafts_B, vocab) & (q > 0)
-    # Finite: the block rule multiplies it by weights that can be 0.
+    # Keep the ratio finite because the block rule multiplies it by weights that can be 0.
     return torch.where(possible, p / q, 0.0).clamp_(max=_LARGEST)
 
 
 def match_argmax(logits_BKV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> torch.Tensor:
-    """Return 1 for drafts before the first that is not the target's argmax, 0 from there on; float32 [B, K]."""
+    """Return 1 for each draft before the first mismatch with the target's argmax, then 0, as float32 [B, K]."""
     equal = logits_BKV.argmax(-1) == drafts_BK
     return (equal & mask_real_drafts(drafts_BK, num_drafts_B, logits_BKV.shape[2])).float().cumprod(-1)
 
 
 def compute_residual(probs_BV: torch.Tensor, draft_probs_BV: torch.Tensor, weight_B: torch.Tensor) -> torch.Tensor:
-    """Return max(w p - q, 0), not normalized: the target's mass that accepted drafts do not cover."""
+    """Return max(w p - q, 0), not normalized: the target's probability mass that accepted drafts do not cover."""
     return (weight_B[:, None] * probs_BV - draft_probs_BV).clamp_(min=0)
 
 
 def select_position(values_BQV: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
-    """Return each row's values at one of its Q positions, [B, V]."""
+    """Return the values at the selected position in each row, [B, V]."""
     rows, queries = values_BQV.shape[:2]
     first = torch.arange(0, rows * queries, queries, device=values_BQV.device)
     return values_BQV.flatten(0, 1).index_select(0, first + index_B)
@@ -67,22 +67,22 @@ def sample_next(
 ) -> torch.Tensor:
     """Sample the token after the accepted drafts, int32 [B].
 
-    After a rejection it is sampled from the residual; if all drafts were accepted, it is the bonus token, sampled from
-    the target. The bonus token uses the noise of ordinary decoding, so a row without drafts gets the same token as
-    there.
+    After a rejection, this token is sampled from the residual. If all drafts were accepted, it is the bonus token,
+    which is sampled from the target with the noise of ordinary decoding. Rows without drafts therefore get the same
+    token as in ordinary decoding.
     """
     vocab = logits_BQV.shape[2]
     logits_BV = select_position(logits_BQV, num_accepted_B)
     draft_probs_BV = select_position(draft_probs_BKV, num_accepted_B.clamp(max=draft_probs_BKV.shape[1] - 1))
     residual_BV = compute_residual(logits_BV.softmax(-1), draft_probs_BV, weight_B)
     random_B = temperature_B > 0
-    # If p = q the residual is 0, and only rounding can cause a rejection.
+    # If p = q, the residual is 0, and only a rounding error can cause a rejection.
     from_residual_B = (num_accepted_B < num_drafts_B) & random_B & (residual_BV.amax(-1) > 0)
     stream_B1 = torch.where(from_residual_B, int(Stream.RESIDUAL), int(Stream.TARGET)).int()[:, None]
     noise_keys_B2 = torch.where(from_residual_B[:, None], residual_keys_B2, keys_B2)
     position_B1 = positions_BQ.gather(1, num_accepted_B.long()[:, None])
     tokens_V = torch.arange(vocab, dtype=torch.int32, device=logits_BQV.device)
-    # Only one position per row needs noise, so its stream is chosen before noise is computed over the vocabulary.
+    # Only one position per row needs noise, so select its stream before computing noise for the vocabulary.
     noise_BV = gumbel(noise_keys_B2, position_B1, stream_B1, tokens_V).squeeze(1)
     chosen_BV = torch.where(from_residual_B[:, None], residual_BV.log(), logits_BV)
     return (noise_BV * random_B[:, None] + chosen_BV).argmax(-1).int()
@@ -91,7 +91,7 @@ def sample_next(
 def make_verification(
     drafts_BK: torch.Tensor, num_accepted_B: torch.Tensor, token_B: torch.Tensor, vocab: int
 ) -> Verification:
-    """Combine the accepted drafts and the token after them. Unused entries are valid tokens too."""
+    """Combine the accepted drafts with the token after them. Unused entries also hold valid tokens."""
     offsets_Q = torch.arange(drafts_BK.shape[1] + 1, device=drafts_BK.device)
     tokens_BQ = torch.cat((drafts_BK.clamp(0, vocab - 1), token_B[:, None]), dim=1)
     tokens_BQ = torch.where(offsets_Q == num_accepted_B[:, None], token_B[:, None], tokens_BQ)

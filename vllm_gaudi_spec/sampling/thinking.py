@@ -1,7 +1,7 @@
-"""Thinking budgets: which token a position must sample once its request has spent its `thinking_token_budget`.
+"""Thinking budgets, which force tokens once a request has spent its `thinking_token_budget`.
 
-That depends only on the request's tokens, so no state has to follow what was accepted: a position sees the draft tokens
-before it as if they had been sampled. The semantics are those of vLLM's second model runner.
+Forced tokens depend only on the request's tokens, so there is no state to update after verification. Each position
+treats the draft tokens before it as if they had been sampled. The semantics match vLLM's second model runner.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _FORCED_LOGIT = 1e9
 
 
 class ThinkingMarkers(NamedTuple):
-    """Token sequences around a model's reasoning, from vLLM's `reasoning_config`."""
+    """Token sequences that delimit a model's reasoning, from vLLM's `reasoning_config`."""
 
     start: tuple[int, ...]
     ends: tuple[tuple[int, ...], ...]
-    """Sequences after which a request no longer thinks."""
+    """Sequences that end the thinking phase."""
     forced: tuple[int, ...]
-    """Sequence that follows once the budget is spent."""
+    """Sequence to force once the budget is spent."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> ThinkingMarkers | None:
-        """Return the markers, or None if the server was started without any; vLLM then refuses budgets."""
+        """Return the markers, or None if the server was started without any, in which case vLLM rejects budgets."""
         config = vllm_config.reasoning_config
         if config is None or not config.enabled:
             return None
@@ -42,19 +42,19 @@ class ThinkingMarkers(NamedTuple):
                 config.reasoning_end_token_ids,
             )
         )
-        # A forced phrase without the model's own marker has to end the thinking too, or it would be repeated.
+        # A forced phrase without the model's own marker must also end the thinking phase, or it would be repeated.
         is_included = forced[-len(natural) :] == natural
         return cls(start, (natural,) if is_included else (natural, forced), forced)
 
     def find_forced_tokens(
         self, history_BM: torch.Tensor, positions_BQ: torch.Tensor, budget_B: torch.Tensor
     ) -> torch.Tensor:
-        """Return int32 [B, Q]: the token that must follow each position, or -1.
+        """Return the token that must follow each position, or -1, as int32 [B, Q].
 
         Args:
-            history_BM: Tokens of each row, drafts included.
-            positions_BQ: Consecutive positions of each row.
-            budget_B: Number of tokens that a row may think, or `NO_BUDGET`.
+            history_BM: Tokens of each row, including drafts.
+            positions_BQ: Consecutive positions in each row.
+            budget_B: Maximum number of thinking tokens in each row, or `NO_BUDGET`.
         """
         recent_BQR = _gather_recent(history_BM, positions_BQ, max(map(len, (self.start, *self.ends, self.forced))))
         start_BQ, *end_BQ = (
@@ -71,13 +71,13 @@ class ThinkingMarkers(NamedTuple):
 
 
 def force_tokens(logits_BQV: torch.Tensor, forced_BQ: torch.Tensor) -> torch.Tensor:
-    """Make each forced token the only one that can be sampled, whatever masks it."""
+    """Make each forced token the only one that can be sampled, even if it was masked."""
     token_V = torch.arange(logits_BQV.shape[-1], dtype=torch.int32, device=logits_BQV.device)
     return logits_BQV.masked_fill(token_V == forced_BQ[..., None], _FORCED_LOGIT)
 
 
 def _gather_recent(history_BM: torch.Tensor, positions_BQ: torch.Tensor, length: int) -> torch.Tensor:
-    """Return int32 [B, Q, R]: the newest `length` tokens at each position, -1 before the start of the text."""
+    """Return the last `length` tokens up to each position, int32 [B, Q, R], with -1 before the start of the text."""
     back_R = torch.arange(length - 1, -1, -1, dtype=torch.int32, device=history_BM.device)
     at_BQR = positions_BQ[..., None] - back_R
     tokens_BQR = history_BM.gather(1, at_BQR.clamp(min=0).flatten(1).long()).view(at_BQR.shape)
@@ -85,7 +85,7 @@ def _gather_recent(history_BM: torch.Tensor, positions_BQ: torch.Tensor, length:
 
 
 def _ends_with(recent_BQR: torch.Tensor, sequence: tuple[int, ...]) -> torch.Tensor:
-    """Whether the text up to each position ends with a sequence."""
+    """Return whether the text up to each position ends with a sequence."""
     newest = recent_BQR.unbind(-1)[-len(sequence) :]
     return reduce(torch.logical_and, (token == other for token, other in zip(newest, sequence, strict=True)))
 
@@ -93,9 +93,9 @@ def _ends_with(recent_BQR: torch.Tensor, sequence: tuple[int, ...]) -> torch.Ten
 def _find_last(
     marker: tuple[int, ...], history_BM: torch.Tensor, positions_BQ: torch.Tensor, recent_BQR: torch.Tensor
 ) -> torch.Tensor:
-    """Return int32 [B, Q]: where the last occurrence up to each position begins, or -1.
+    """Return the start of the last occurrence up to each position, or -1, as int32 [B, Q].
 
-    The whole history is read once per row, for its first position.
+    The whole history is searched only once per row, for the first position.
     """
     size = len(marker)
     begin_M = torch.arange(history_BM.shape[1] + 1 - size, dtype=torch.int32, device=history_BM.device)

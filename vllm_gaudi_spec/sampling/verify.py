@@ -1,7 +1,7 @@
-"""A pass over the positions that sample: logits processing, the acceptance rule, then log-probabilities.
+"""Sampling pass: logits processing, the acceptance rule, and log-probabilities.
 
-Every parameter applies at each of the Q positions as it would without drafts: a position sees the draft tokens before
-it as if they had been sampled.
+Sampling parameters apply at each of the Q positions as they would without drafts: each position treats the draft
+tokens before it as if they had been sampled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Rule(Protocol):
-    """An acceptance rule over processed logits."""
+    """An acceptance rule, which takes processed logits."""
 
     def __call__(
         self, logits_BQV: torch.Tensor, positions_BQ: torch.Tensor, proposed: Drafts, inputs: SamplingInputs
@@ -42,10 +42,10 @@ class Rule(Protocol):
 
 
 def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule:
-    """Return the acceptance rule that the user asked for.
+    """Return the acceptance rule that the user chose.
 
-    Drafts without probabilities are one-hot, for which all exact rules have the same distribution. The strict rule runs
-    then, since only it preserves the tokens of seeded requests.
+    If drafts have no probabilities, their distributions are one-hot, and all exact rules sample from the same
+    distribution. In that case the strict rule runs, because only it preserves the tokens of seeded requests.
     """
     rules = backend.rules
     strict = partial(_verify_strict, rules)
@@ -55,16 +55,19 @@ def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule
     if RULES[speculation.rule].needs_probs:
         return partial(_verify_with_probs, rules, verify) if speculation.keeps_probs else strict
     if speculation.rule == SYNTHETIC:
-        with torch.inference_mode():  # as in steps: the emulated card requires it for tensors that are sliced there
+        with torch.inference_mode():  # as in steps, which slice this tensor: the emulated card requires it
             rates_K = torch.tensor(speculation.synthetic_rates, device=backend.traits.torch_device)
         verify = partial(verify, rates_K=rates_K)
     return partial(_verify_without_probs, rules, verify)
 
 
 def needs_rectangle(speculation: Speculation | None, *, random: bool) -> bool:
-    """Return whether a verify step's rule, greedy or `random`, reads the positions of a row together.
+    """Return whether the rule for a verify step needs all positions of a row together.
 
-    Otherwise the token of each position is chosen on its own and compared with the draft there: the strict rule.
+    Otherwise, the strict rule applies: each position's token is chosen independently and compared with the draft.
+
+    Args:
+        random: Whether the step samples with a temperature above 0.
     """
     if speculation is None or speculation.rule == STRICT:
         return False
@@ -108,8 +111,8 @@ def _verify_with_probs(
     )
     if inputs.free_B is None:
         return verification
-    # A grammar withdraws drafts because of their tokens, which makes these rules inexact. The strict rule stays exact:
-    # the target's own token does not depend on a draft.
+    # A grammar withdraws drafts because of their tokens, which makes these rules inexact. The strict rule stays exact
+    # because the target's own token does not depend on a draft.
     exact = _verify_strict(rules, logits_BQV, positions_BQ, proposed, inputs)
     return Verification(
         torch.where(inputs.free_B[:, None], verification.tokens_BQ, exact.tokens_BQ),
@@ -139,7 +142,7 @@ def _verify_without_probs(
 
 
 class Verifier:
-    """Verifies drafts and samples, for the rows of a step that sample."""
+    """Verifies drafts and samples tokens for the rows that sample in a step."""
 
     def __init__(
         self,
@@ -166,7 +169,7 @@ class Verifier:
         inputs: SamplingInputs,
         draft_probs_BKV: torch.Tensor | None,
     ) -> Verification:
-        """Choose the tokens after each row's first position, and gather the log-probabilities that requests ask for."""
+        """Choose the tokens that follow each row's first position, and gather the requested log-probabilities."""
 
         def penalize(logits_BQV: torch.Tensor) -> torch.Tensor:
             history_BM = self._requests.history_RM.index_select(0, rows_B)
@@ -191,9 +194,10 @@ class Verifier:
         num_drafts_B: torch.Tensor,
         inputs: SamplingInputs,
     ) -> Verification:
-        """Verify from logits of listed positions only, each of which is sampled as a row with one position.
+        """Verify using logits for listed positions only, sampling each as if it were a row with one position.
 
-        That is the strict rule, and for rows with one position every rule. Other positions of the result are undefined.
+        This implements the strict rule and, for rows with one position, every rule. Results at unlisted positions are
+        undefined.
         """
         row_N, query_N = position_list.index_2N.unbind(0)
         position_inputs = inputs.select_rows(row_N)
@@ -214,7 +218,7 @@ class Verifier:
             )[:, None]
 
         def spread(values_NX: torch.Tensor) -> torch.Tensor:
-            """Copy values of listed positions to all positions of all rows, [B * Q, X]."""
+            """Expand values from the listed positions to all positions of all rows, [B * Q, X]."""
             return values_NX.index_select(0, position_list.slots_BQ.flatten())
 
         rows_N = rows_B.index_select(0, row_N)
@@ -236,7 +240,7 @@ class Verifier:
     def _find_forced_tokens(
         self, positions_BQ: torch.Tensor, rows_B: torch.Tensor, inputs: SamplingInputs
     ) -> torch.Tensor | None:
-        """Return the tokens that thinking budgets force, [B, Q]; None if no request can have a budget."""
+        """Return the tokens that thinking budgets force, [B, Q], or None if no request can have a budget."""
         if self._thinking is None or not inputs.branch.edited:
             return None
         history_BM = self._requests.history_RM.index_select(0, rows_B)
@@ -252,21 +256,21 @@ class Verifier:
         forced_BQ: torch.Tensor | None,
         num_sampling_B: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return processed logits, and the raw ones if they are reported.
+        """Apply masks, logit edits, penalties, thinking budgets, temperature and filters.
 
-        Applies masks, logit edits, penalties, thinking budgets, temperature and filters.
+        Returns the processed logits, and the raw logits if they are reported.
 
         Args:
             forced_BQ: See `_find_forced_tokens`.
-            num_sampling_B: Number of positions of each row that may be sampled; None for all.
+            num_sampling_B: Number of positions that may be sampled in each row, or None for all.
         """
         branch = inputs.branch
         needs_scores = branch.reported or branch.scored
         if branch.constrained:
-            # Before raw log-probabilities, which cover the tokens that the grammar allows.
+            # Apply the grammar first: raw log-probabilities cover only the tokens that it allows.
             assert inputs.grammars is not None
             logits_BQV = edit.apply_bitmask(logits_BQV, inputs.grammars.masks_BQW)
-        # A copy, since custom processors change logits in place.
+        # Copy the logits, because custom processors change them in place.
         raw = logits_BQV.clone() if needs_scores and self._logprobs_mode.startswith("raw") else None
         if branch.masked:
             assert inputs.allowed_B1W is not None
@@ -291,7 +295,7 @@ class Verifier:
     def _gather_logprobs(
         self, logits_BQV: torch.Tensor, sampled_N: torch.Tensor, inputs: SamplingInputs, num_queries: int
     ) -> tuple[LogprobsTensors | None, LogprobsTensors | None]:
-        """Gather log-probabilities of N = B * Q positions: of the most likely tokens, and of requested ones."""
+        """Gather log-probabilities of the most likely tokens and of requested tokens, at N = B * Q positions."""
         branch = inputs.branch
         if not (branch.reported or branch.scored):
             return None, None
@@ -309,7 +313,7 @@ class Verifier:
 def apply_temperature_and_filters(
     rules: Rules, logits_BQV: torch.Tensor, inputs: SamplingInputs, branch: Branch
 ) -> torch.Tensor:
-    """Apply temperature and filters only, as drafters do."""
+    """Apply only the temperature and filters, as drafters do."""
     return _apply_filters(rules, edit.apply_temperature(logits_BQV, inputs.floats["temperature"]), inputs, branch)
 
 
@@ -336,9 +340,9 @@ def _apply_filters(
 def gather_recent_outputs(
     requests: Requests, rows_B: torch.Tensor, positions_BQ: torch.Tensor, inputs: SamplingInputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output tokens that edit prefixes are compared with, and the number of output tokens.
+    """Return the output tokens to compare with edit prefixes, [B, Q, P], and the number of output tokens, [B, Q].
 
-    The former, [B, Q, P], are -2 before the start of the output; the latter are [B, Q].
+    Tokens before the start of the output are -2.
     """
     assert inputs.logit_edits is not None
     recent_BQP = positions_BQ[..., None] - inputs.logit_edits.prefix_B3P[:, None, 1]

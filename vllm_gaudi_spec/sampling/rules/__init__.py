@@ -1,1 +1,1 @@
-"""Acceptance rules: logits, drafts and noise in, tokens out."""
+"""Acceptance rules, which compute tokens from logits, drafts and noise."""

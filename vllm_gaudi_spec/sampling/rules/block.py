@@ -1,7 +1,7 @@
-"""Block verification (Sun et al., arXiv 2403.10444, algorithm 2): a step's drafts are verified together.
+"""Block verification (Sun et al., arXiv 2403.10444, algorithm 2), which verifies a step's drafts together.
 
-Exact in distribution, and accepts at least as many drafts as the standard rule in expectation: a draft that is more
-likely under the target than under the drafter compensates for an earlier one.
+The rule is exact in distribution and accepts at least as many drafts as the standard rule in expectation: a draft that
+is more likely under the target than under the drafter compensates for an earlier one that is less likely.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def accept_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return acceptance probabilities [B, K] and the target's weights [B, Q].
 
-    The former are the paper's h_1 to h_K: to accept the first i drafts when no longer prefix was accepted. The latter
-    are its p_0 to p_K.
+    The probabilities are h_1 to h_K in the paper: h_i is the probability of accepting the first i drafts if no longer
+    prefix was accepted. The weights are p_0 to p_K in the paper.
     """
     ratio_BK = stop.compute_ratios(probs_BKV, draft_probs_BKV, drafts_BK, num_drafts_B)
     num_positions = drafts_BK.shape[1]
@@ -27,12 +27,12 @@ def accept_probs(
     for index in range(num_positions):
         weights.append((weights[index] * ratio_BK[:, index]).clamp_(max=1))
     weights_BQ = torch.stack(weights, dim=1)
-    # The sum of max(w p - q, 0) at positions 0 to K - 1. Position 0 is unused, but keeps K = 1 from being empty.
+    # Sum max(w p - q, 0) at positions 0 to K - 1. Position 0 is unused, but avoids an empty tensor for K = 1.
     surplus_BK = (weights_BQ[:, :num_positions, None] * probs_BKV - draft_probs_BKV).clamp_(min=0).sum(-1)
     missing_BK = 1 - weights_BQ[:, :num_positions]
-    # 0 / 0 if p = q after a prefix of weight 1: a longer prefix is certainly accepted then.
+    # This is 0 / 0 if p = q after a prefix of weight 1, but a longer prefix is certainly accepted then.
     inner_BK = torch.where(surplus_BK > 0, surplus_BK / (surplus_BK + missing_BK), 0.0)
-    # h_i belongs to the prefix of i drafts and looks at position i, the one after it.
+    # h_i belongs to the prefix of i drafts, and uses position i, which follows that prefix.
     lengths_K = torch.arange(1, num_positions + 1, device=drafts_BK.device)
     whole_BK = lengths_K == num_drafts_B[:, None]
     shorter_BK = lengths_K < num_drafts_B[:, None]
@@ -52,15 +52,15 @@ def verify(
 ) -> Verification:
     """Accept the longest prefix of drafts whose draw succeeds, then sample from the target's residual.
 
-    Takes the arguments of `standard.verify`.
+    The arguments are the same as in `standard.verify`.
     """
     num_positions, vocab = drafts_BK.shape[1], logits_BQV.shape[2]
     logits_BKV = logits_BQV[:, :num_positions]
     accept_BK, weights_BQ = accept_probs(logits_BKV.softmax(-1), draft_probs_BKV, drafts_BK, num_drafts_B)
     matches_BK = stop.match_argmax(logits_BKV, drafts_BK, num_drafts_B)
     accept_BK = torch.where((temperature_B > 0)[:, None], accept_BK, matches_BK)
-    # Whether a row stops at a position depends on drafts and noise of later positions. With keys of the position alone
-    # the next step would use that noise again, and its tokens would depend on where this step stopped.
+    # Where a row stops also depends on the drafts and noise at later positions. If keys depended on the position alone,
+    # the next step would reuse that noise, and its tokens would depend on where this step stopped.
     block_keys_B2 = derive_block_keys(keys_B2, positions_BQ[:, 0])
     accepted_BK = uniform(block_keys_B2, positions_BQ[:, :num_positions], Stream.ACCEPT) < accept_BK
     lengths_K = torch.arange(1, num_positions + 1, dtype=torch.int32, device=drafts_BK.device)

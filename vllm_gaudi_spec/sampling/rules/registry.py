@@ -1,8 +1,9 @@
-"""Functions over whole vocabularies, for one device.
+"""A device's versions of the sampling functions that process whole vocabularies.
 
-The functions of this folder are the reference. A device on which their launches or memory passes cost too much replaces
-some by name, with the same arguments and tokens; scores within 1e-4 of each other may swap ranks, and filters may
-differ within the tolerance of `sampling/filters.py`. Rows with NaN only need to return valid tokens.
+The functions in this folder are the reference. If they need too many launches or memory passes, a device replaces
+some of them by name with versions that take the same arguments and return the same tokens. Scores within 1e-4 of each
+other may swap ranks, and filters may differ within the tolerance stated in `sampling/filters.py`. For rows with NaN,
+a replacement only needs to return valid tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ def _modules_verify() -> dict[str, Callable[..., Verification]]:
 
 
 def _are_sound(logits_BV: torch.Tensor) -> torch.Tensor:
-    """Return whether rows have neither NaN nor +inf, bool [B], in one pass.
+    """Return whether each row contains neither NaN nor +inf, bool [B], in one memory pass.
 
-    A row of -inf is sound: it only forbids all tokens.
+    A row that contains only -inf is sound: it just masks all tokens.
     """
     return logits_BV.sum(-1) < torch.inf
 
@@ -42,14 +43,14 @@ class Rules(NamedTuple):
     sample_greedy: Callable[..., torch.Tensor] = strict.sample_greedy
     sample_random: Callable[..., torch.Tensor] = strict.sample_random
     sound_argmax: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = _sound_argmax
-    """Return the greedy tokens, int32 [B], of logits [B, V] in any dtype, and whether each row is sound, bool [B]."""
+    """Takes logits [B, V] in any dtype. Returns the greedy tokens, int32 [B], and which rows are sound, bool [B]."""
     strict_greedy: Callable[..., Verification] = strict.verify_greedy
     strict_random: Callable[..., Verification] = strict.verify_random
     verify: Mapping[str, Callable[..., Verification]] = _modules_verify()
     """The other rules by name.
 
-    Those that need probabilities are called like `standard.verify`, others like `synthetic.verify`; only the synthetic
-    rule takes `rates_K`.
+    Rules that need probabilities take the arguments of `standard.verify`. All others take those of `synthetic.verify`,
+    but only the synthetic rule takes `rates_K`.
     """
 
 
