@@ -1,1 +1,1 @@
-"""The attention backend that vLLM's model classes call, and the description of one call."""
+"""The attention backend that vLLM's model classes call, and the metadata that describes each call."""

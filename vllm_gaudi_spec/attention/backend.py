@@ -1,4 +1,4 @@
-"""vLLM's attention implementation over the kernels of a device."""
+"""vLLM attention implementation that uses the device's kernels."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
     value_size: int | None = None
     num_selected: int | None = None
     index_size = 0
-    """As in `AttentionLayerSpec`."""
+    """See `AttentionLayerSpec`."""
     layer_operations = False
     kv_dtype: torch.dtype | None = None
-    """The dtype of the KV cache if it is not the model's."""
+    """KV cache dtype if it differs from the model's dtype."""
     zero_padding: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Zeroes the queries of padding while the layer is calibrated."""
+    """Zeroes the padding queries while the layer is calibrated."""
     slopes: torch.Tensor | None
 
     def __init__(
@@ -63,27 +63,27 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         self.logits_soft_cap = float(logits_soft_cap or 0.0)
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.dtype = torch.get_default_dtype()
-        """The model's dtype, which is the default dtype while vLLM makes layers."""
+        """The model's dtype, which is the default dtype while vLLM builds layers."""
         config = get_current_vllm_config_or_none()
         has_model = config is not None and config.model_config is not None
         self.model_type: str = config.model_config.hf_text_config.model_type if has_model else ""
         self.sinks = sinks
-        """A parameter of the model's attention."""
+        """Attention sinks, which are a model parameter."""
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.register_buffer("slopes", slopes, persistent=False)
         self.has_written = False
-        """Whether the layer's KV was ever written; checked after warm-up."""
+        """Whether the layer's KV was ever written. This is checked after warm-up."""
 
     def make_layer_operations(self) -> None:
-        """Make matmuls, softmax and caches submodules of this layer, so that they can be replaced."""
+        """Turn matmuls, softmax and caches into submodules of this layer, so that they can be replaced."""
         self.layer_operations = True
         self.k_cache, self.v_cache = VLLMKVCache(), VLLMKVCache()
         self.matmul_qk, self.softmax, self.matmul_av = Matmul(), Softmax(), Matmul()
 
     def quantize_kv(self, dtype: torch.dtype, k_cache: VLLMKVCache, v_cache: VLLMKVCache, matmul: Matmul) -> None:
-        """Keep KV in `dtype` from now on.
+        """Store KV in `dtype` from now on.
 
-        `matmul` multiplies what comes out of the caches, unless the layer has operations of its own.
+        `matmul` multiplies the values read from the caches, unless the layer has its own operations.
         """
         self.kv_dtype = dtype
         self.k_cache, self.v_cache = k_cache, v_cache
@@ -93,8 +93,8 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
     def bind(self, layer: Any, kv_cache: Any, backend: DeviceBackend) -> None:
         """Choose the device's kernel for a layer and its KV cache.
 
-        Raises RuntimeError if they disagree: kernels take dtype and shape from the layer, and would write past the end
-        of a cache that differs.
+        Raises RuntimeError if the layer and the cache have different shapes or dtypes: kernels read both from the
+        layer and would write past the end of a smaller cache.
         """
         self.has_written = False
         found = backend.attention.kv_shape(kv_cache)
@@ -125,7 +125,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         )
         self._finite = backend.attention.finite
         self._ops: Any = backend.attention if backend.attention.supports_attention(self.spec) else torch_ops
-        # Whether prompt chunks may come in slices (`vllm_gaudi_spec.slices`).
+        # Whether prompt chunks may be split into slices (`vllm_gaudi_spec.slices`).
         self.reads_slices = self._ops is not torch_ops and backend.attention.reads_slices(self.spec)
 
     def do_kv_cache_update(
@@ -137,7 +137,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         slot_mapping: torch.Tensor,
     ) -> None:
         assert key.dtype == self.dtype
-        # Another request may be given a block with what this one leaves there.
+        # Another request may be given this block while it still holds values written here.
         key, value = self._finite(key), None if value is None else self._finite(value)
         self._ops.write_kv(key, value, kv_cache, slot_mapping, self.spec)
         self.has_written = True
@@ -160,7 +160,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             query = self.zero_padding(query)
         spans = attn_metadata.spans
         if spans is not None and spans.in_windows_only and self.sliding_window is None:
-            attn_metadata = replace(attn_metadata, spans=None)  # keeps the plans
+            attn_metadata = replace(attn_metadata, spans=None)  # plans are still shared
         stores_own_kv = self.kv_dtype is None and self.kv_sharing_target_layer_name is None
         if attn_metadata.from_start and stores_own_kv and key is not None and value is not None:
             attn_metadata = replace(attn_metadata, fresh_kv=(self._finite(key), self._finite(value)))
@@ -175,10 +175,10 @@ def attend_layer(
     value_TKD: torch.Tensor | None,
     index: IndexQueries | None = None,
 ) -> torch.Tensor:
-    """Write a layer's KV and attend; returns [T, H, output size].
+    """Write a layer's KV, then attend. Returns [T, H, output size].
 
-    Without a key, the layer reads KV that another layer has written. `index` has the queries of a layer that selects
-    keys.
+    Without a key, the layer reads KV that another layer has written. `index` contains the index queries if the layer
+    selects keys.
     """
     context = get_forward_context()
     if key_TKD is not None and layer.impl.kv_sharing_target_layer_name is None:

@@ -1,6 +1,6 @@
-"""Attention of image and audio encoders where steps are captured. Importing this registers it in place of vLLM's.
+"""Encoder attention for images and audio where steps are captured. Importing this replaces vLLM's version.
 
-S  tokens of an encoder, of all its sequences        E  sequences
+S  tokens in all sequences of an encoder call        E  sequences
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from vllm_gaudi_spec.upstream.layers import MMEncoderAttention
 
 @MMEncoderAttention.register_oot
 class MaskedEncoderAttention(MMEncoderAttention):
-    """Attention with a mask between sequences.
+    """Attention with a mask that separates sequences.
 
-    vLLM's layer splits tokens at the ends of sequences, which it reads on the host: a captured graph would wait for
-    them, and have their lengths in its shapes.
+    vLLM's layer reads the ends of sequences on the host and splits tokens there. A captured graph would have to wait
+    for that read, and its shapes would depend on the sequence lengths.
     """
 
     def forward_oot(
@@ -40,14 +40,14 @@ class MaskedEncoderAttention(MMEncoderAttention):
             scores_BHSS = scores_BHSS.masked_fill(sequence_S[:, None] != sequence_S, -torch.inf)
         weights_BHSS = torch.softmax(scores_BHSS, dim=-1).to(value_BHSD.dtype)
         output = torch.matmul(weights_BHSS, value_BHSD).transpose(1, 2)
-        # Return the shape of the query.
+        # Restore the query's shape.
         return output.reshape(batch, num_queries, -1) if query.dim() != 4 else output.contiguous()
 
 
 def number_sequences(ends_E: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Return the index of each token's sequence, int32 [S].
+    """Return the index of the sequence that each token belongs to, int32 [S].
 
-    `ends_E` is 0, then the end of each sequence. Tokens after the last end form one more.
+    `ends_E` contains 0, then the end of each sequence. Tokens after the last end form one more sequence.
     """
     tokens_S = torch.arange(num_tokens, dtype=torch.int32, device=ends_E.device)
     return (tokens_S[:, None] >= ends_E[1:].int()).int().sum(dim=1, dtype=torch.int32)

@@ -1,9 +1,9 @@
-"""Paged attention over a flat list of blocks: each is read once, whatever the number of queries and the longest row.
+"""Paged attention over a flat block list. Each block is read once, whatever the query count and the longest row.
 
-Letters as in padded.py; N also counts the list's entries, and S is then the number of keys in an entry, which are those
-of one block or of several (`choose_group`). Only the queries of the row that owns an entry attend to it, with the row's
-maximum in the softmax, and a row's entries are added up. A long list is read in slices, between which each row's
-maximum and sums are kept, so that memory has a bound.
+Letters are the same as in padded.py, except that N also counts list entries. S is then the number of keys per entry,
+which consists of one or more blocks (`choose_group`). Only the queries in the row that owns an entry attend to it. Its
+softmax uses the row's maximum, and results are summed over the row's entries. To bound memory use, a long list is read
+in slices, and each row's maximum and sums are carried from one slice to the next.
 
 The bridge has an operator `block_softmax`, but vllm-gaudi disables it on every card, and it has not been run with
 several queries per row or float32 scores.
@@ -36,12 +36,12 @@ from vllm_gaudi_spec.attention.selection import group_index_queries, score_keys,
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The parts of a call that layers with the same mask share."""
+    """The data that layers with the same mask share within a call."""
 
     seen: torch.Tensor
-    """bool [N, 1, 1, Q, S]: which keys of an entry a query sees."""
+    """bool [N, 1, 1, Q, S]: which of an entry's keys each query attends to."""
     readers_N: torch.Tensor
-    """The row whose queries read the entry. Padding is read by the last row, and ignored."""
+    """The row whose queries read each entry. The last row reads padding, and the result is ignored."""
     owned_N1: torch.Tensor
 
 
@@ -52,19 +52,19 @@ def attend(
     call: AttentionCall,
     spec: AttentionLayerSpec,
 ) -> torch.Tensor:
-    """Attend over listed blocks; returns [T, H, output size].
+    """Attend over listed blocks. Returns [T, H, output size].
 
-    Blocks may be views with any strides. The listed blocks must be finite, the pad block included. `values_NSKD` is
-    None if values are a part of the keys. The result of a query that sees no key is zero.
+    Blocks may be views with any strides. All listed blocks must be finite, including the pad block. `values_NSKD` is
+    None if values are part of the keys. The result is zero for a query without visible keys.
     """
     flat = call.flat
     assert flat is not None, "the call lists no blocks"
     assert call.spans is None, "of prompts, which are not listed"
     plan = call.plan(("flat", spec.mask_key), lambda: _make_plan(call, spec))
-    # One matmul sums the entries of all rows, so NaN in one row would spread to all.
+    # One matmul sums the entries of all rows, so NaN in one row would spread to all rows.
     query = finite(group_queries(query_THD, call, spec))
     num_entries, size = len(flat.rows_N), flat.group_size
-    # The padding of incomplete entries must not cost another slice.
+    # Padding in incomplete entries must not require another slice.
     length = SLICE if size == 1 else max(SLICE * 33 // (32 * size), 1)
     slices = [range(begin, min(begin + length, num_entries)) for begin in range(0, num_entries, length)]
 
@@ -85,33 +85,33 @@ def attend(
     shape = (call.num_rows, spec.num_kv_heads, group, call.num_queries)
     weights = sums.weights_BL.view(shape)
     if spec.sinks_H is not None:
-        # Sinks count once per row. Far above the row's maximum this is inf, which leaves nothing.
+        # Sinks count once per row. If a sink is far above the row's maximum, the weight is inf and the result is zero.
         row_max = sums.row_max[:-1].view(shape) * sums.scale
         weights = weights + torch.exp(expand_per_head(spec.sinks_H, spec).squeeze(-1) - row_max)
-    # The row's maximum adds 1, so a smaller sum is that of a query that sees nothing, whose total is 0.
+    # The row's maximum contributes 1, so only queries without visible keys have a smaller sum. Their total is 0.
     result = sums.total.view(*shape, spec.output_size).float() / weights.clamp(min=1.0).unsqueeze(-1)
     return reshape_by_token(result, spec)
 
 
 SLICE = 4096
-"""The number of blocks that are read at once.
+"""The number of blocks to read at once.
 
-With 32 heads, 4 queries per row and blocks of 128 tokens their float32 scores are 256 MiB, of which there are a few
-copies; the gathered keys of 8 heads of 128 numbers in bfloat16 are 1 GiB.
+With 32 heads, 4 queries per row and 128-token blocks, the float32 scores of a slice take 256 MiB, and there are several
+copies of them. Gathered bfloat16 keys for 8 heads of size 128 take 1 GiB.
 """
 
 
 _MOST_BLOCKS = 8
-"""The most blocks in an entry, which is 1024 keys in one matrix product."""
+"""The maximum number of blocks in an entry, which corresponds to 1024 keys in one matrix product."""
 
 
 @cache
 def choose_group(num_blocks: int, num_rows: int, most_left_over: int = 1) -> int:
-    """Return how many neighboring blocks of a row form an entry, a power of two.
+    """Return how many neighboring blocks of a row form an entry. The number is a power of two.
 
-    A matrix engine takes about as long for a few queries and one block as for several blocks. But a row may leave an
-    entry incomplete at `most_left_over` ends, and gathering takes longer than multiplying. So this padding is at most
-    1/32 of the list.
+    For a few queries, a matrix engine takes about as long for one block as for several. However, each row may leave
+    up to `most_left_over` entries incomplete, and gathering takes longer than multiplying. Padding is therefore
+    limited to 1/32 of the list.
     """
     size = 1
     while size < _MOST_BLOCKS and (2 * size - 1) * most_left_over * num_rows * 32 <= num_blocks:
@@ -120,7 +120,7 @@ def choose_group(num_blocks: int, num_rows: int, most_left_over: int = 1) -> int
 
 
 def _fetch(stored_NSKD: torch.Tensor, cache: VLLMKVCache, flat: FlatBlocks, entries: range) -> torch.Tensor:
-    """Gather entries, as a view [N, K, S, D]."""
+    """Gather entries and return them as a view [N, K, S, D]."""
     size = flat.group_size
     blocks = cache.fetch_from_cache(stored_NSKD, _cut(flat.ids, range(entries.start * size, entries.stop * size)))
     return blocks.unflatten(0, (len(entries), size)).flatten(1, 2).transpose(1, 2)
@@ -128,17 +128,17 @@ def _fetch(stored_NSKD: torch.Tensor, cache: VLLMKVCache, flat: FlatBlocks, entr
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Sums over the entries of each row so far; L = K * G * Q lanes, one per query and head."""
+    """Sums over each row's entries so far. There are L = K * G * Q lanes, one per query and head."""
 
     row_max: torch.Tensor
-    """float32 [B + 1, L], before it is scaled; the last row is padding."""
+    """float32 [B + 1, L]: maximum score before scaling. The last row is padding."""
     scale: float
     total: torch.Tensor
-    """[B, L * output size]: weighted values."""
+    """[B, L * output size]: sum of weighted values."""
     weights_BL: torch.Tensor
 
     def plus(self, before: _Sums) -> _Sums:
-        """Add the sums of earlier entries, whose maximum is not above this one."""
+        """Add the sums over earlier entries, whose maximum does not exceed this one."""
         rescale_BL = torch.exp((before.row_max - self.row_max)[:-1] * self.scale)
         earlier = before.total.float().unflatten(1, (rescale_BL.shape[1], -1)) * rescale_BL[..., None]
         return _Sums(
@@ -167,8 +167,8 @@ def _attend_slice(
         values = _fetch(values_NSKD, spec.operations.v_cache, flat, entries)
     query, matmul = query.index_select(0, _cut(plan.readers_N, entries)), spec.operations.matmul_qk
     if not spec.logits_soft_cap and spec.slopes_H is None:
-        # Until they are subtracted, products keep the dtype in which the matrix engine returns them: the same numbers,
-        # with bfloat16 in half the bytes of float32. So do the weights, rounded as the next product takes them.
+        # Keep products in the matrix engine's dtype until the maximum is subtracted: the numbers are the same, but
+        # bfloat16 takes half the memory of float32. Weights are rounded to the dtype that the next product takes.
         scores, scale = multiply(query, keys, call, spec, matmul), spec.scale
     else:
         scores, scale = score(query, keys, call, spec, matmul), 1.0
@@ -177,9 +177,9 @@ def _attend_slice(
             ("flat distances", spec.block_size), lambda: _compute_distances(call, spec, plan.readers_N)
         )
         scores = scores - _cut(distances, entries) * expand_per_head(spec.slopes_H, spec)
-    # Select instead of adding a bias: pad blocks and unused ends of blocks may hold numbers too large to add to.
+    # Use `where` instead of adding a bias, since pad blocks and unused block ends may hold very large numbers.
     scores = torch.where(_cut(plan.seen, entries), scores, torch.finfo(scores.dtype).min)
-    # Start a row's maximum above the score of a key that is not seen, which then always gets the weight 0.
+    # Initialize each row's maximum above the score of masked keys, so that their weight is always 0.
     lanes = spec.num_heads * call.num_queries
     # A Gaudi cannot reduce along a last dimension of 1.
     by_lane = (lanes,) if lanes > 1 else ()
@@ -209,8 +209,8 @@ def _apply_selection(
 ) -> _Plan:
     """Restrict the plan to selected keys.
 
-    Scores of entries are put at the positions of their keys in their rows, the selection is made there, and taken back
-    to entries.
+    Index scores are scattered from entries to key positions in their rows, where keys are selected. The selection is
+    then gathered back to entries.
     """
     assert spec.num_selected is not None
     flat = call.flat
@@ -219,7 +219,7 @@ def _apply_selection(
     if width * spec.block_size <= spec.num_selected:
         return plan
     if spec.index_size:
-        # Padding has its own block, after those of all rows.
+        # Padding uses an extra block after the blocks of all rows.
         num_blocks, size = call.num_rows * width, flat.group_size
         index_NG = flat.index_N[:, None] + torch.arange(size, dtype=torch.int32, device=flat.index_N.device)
         blocks_NG = plan.readers_N[:, None] * width + index_NG
@@ -243,7 +243,7 @@ def _apply_selection(
 
 
 def _cut(tensor: torch.Tensor, entries: range, dim: int = 0) -> torch.Tensor:
-    """Slice entries; the tensor itself if these are all, so that a short list costs no operation."""
+    """Slice entries, or return the tensor itself for the full range, so that a short list needs no operation."""
     return tensor if len(entries) == tensor.shape[dim] else tensor.narrow(dim, entries.start, len(entries))
 
 
@@ -262,7 +262,7 @@ def _make_plan(call: AttentionCall, spec: AttentionLayerSpec) -> _Plan:
 
 
 def _compute_distances(call: AttentionCall, spec: AttentionLayerSpec, readers_N: torch.Tensor) -> torch.Tensor:
-    """Return how far each key of an entry is before a query, float32 [N, 1, 1, Q, S]."""
+    """Return the distance from each query back to each key of an entry, float32 [N, 1, 1, Q, S]."""
     key_pos, query_pos = _compute_positions(call, spec, readers_N)
     return (query_pos - key_pos).float()[:, None, None]
 
@@ -270,7 +270,7 @@ def _compute_distances(call: AttentionCall, spec: AttentionLayerSpec, readers_N:
 def _compute_positions(
     call: AttentionCall, spec: AttentionLayerSpec, readers_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions of an entry's keys [N, 1, S], and of the queries that read it [N, Q, 1]."""
+    """Return the positions of each entry's keys, [N, 1, S], and of the queries that read the entry, [N, Q, 1]."""
     flat = call.flat
     assert flat is not None
     inside_S = torch.arange(flat.group_size * spec.block_size, dtype=torch.int32, device=flat.rows_N.device)
@@ -279,7 +279,7 @@ def _compute_positions(
 
 
 def _build_one_hot(call: AttentionCall, dtype: torch.dtype) -> torch.Tensor:
-    """Return the matrix [B, N] that sums the entries of each row. Padding belongs to no row."""
+    """Return the matrix [B, N] that sums each row's entries. Padding belongs to no row."""
 
     def build() -> torch.Tensor:
         assert call.flat is not None

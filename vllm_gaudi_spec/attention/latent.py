@@ -1,8 +1,8 @@
-"""Multi-head latent attention: a token has one row of numbers, which is the key of all heads and holds their value.
+"""Multi-head latent attention, where each token has one vector that serves as key and value for all heads.
 
-T tokens, H query heads. Queries are multiplied into the latent space before attention, and results out of it after, so
-that prompt chunks, decodes and verify steps are rectangles over the same rows as elsewhere. Importing this module
-replaces vLLM's wrapper; `upstream.make_mla_layers` replaces the layer.
+Dimensions: T tokens, H query heads. Queries are projected into the latent space before attention, and results are
+projected out of it afterwards, so prompt chunks, decodes and verify steps use the same rectangles as in other layers.
+Importing this module replaces vLLM's wrapper, and `upstream.make_mla_layers` replaces the layer.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class LatentAttentionImpl(RectangleAttentionImpl):
         index_group_builder: object | None = None,
         **common: Any,
     ) -> None:
-        """Take the number of selected keys from the size of `topk_indices_buffer`, if there is one.
+        """Read the number of selected keys from the size of `topk_indices_buffer`, if there is one.
 
-        The buffer itself is not used: the selection is a mask, which the layers of one forward share.
+        The buffer itself is not used, because the selection is a mask that layers share within a forward pass.
         """
         super().__init__(**common)
         self.value_size = kv_lora_rank
@@ -57,25 +57,25 @@ class LatentAttentionImpl(RectangleAttentionImpl):
 
 
 class Index(NamedTuple):
-    """An indexer's keys and queries for tokens."""
+    """An indexer's keys and queries for a batch of tokens."""
 
     key_TR: torch.Tensor
     queries: IndexQueries | None
-    """None if no row can be long enough for a layer to select from its keys."""
+    """None if no row can be long enough to require a selection of keys."""
 
 
 class LatentAttention(MLAAttention):
-    """vLLM's layer with its weights and its registration as a layer with KV, called as other layers are.
+    """vLLM's layer, with its weights and its registration as a KV layer, but called like other layers.
 
-    With sparse attention, a token's row also holds the indexer's key, after the latent numbers. Both are written and
-    read together, so this makes no difference to blocks, prefixes and drafts.
+    With sparse attention, a token's KV also contains the indexer's key, after the latent vector. Both are written and
+    read together, so block management, prefix caching and drafting are unaffected.
     """
 
     impl: LatentAttentionImpl
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         spec = super().get_kv_cache_spec(vllm_config)
-        # vLLM groups layers that share a selection, for tables that are not used here.
+        # vLLM groups layers that share a selection, but the tables that need this are not used here.
         groups = dict(is_index_group_leader=False) if isinstance(spec, MLAAttentionSpec) else {}
         return replace(spec, head_size=self.impl.head_size, **groups)
 
@@ -84,7 +84,7 @@ class LatentAttention(MLAAttention):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
-        # Only its halves are used, in the form that queries and results are multiplied by.
+        # Only its two halves, `W_UK_T` and `W_UV`, are used.
         self.kv_b_proj.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
     def forward(
@@ -100,7 +100,7 @@ class LatentAttention(MLAAttention):
         row, query = [kv_c_normed.unsqueeze(1), k_pe], [_by_head(nope_THN, self.W_UK_T), rope_THR]
         if index is not None:
             row.append(index.key_TR.unsqueeze(1))
-            # Zeros meet the index keys: slicing those off the rows would copy all rows.
+            # Pad queries with zeros opposite the index keys, because slicing the keys off would copy all rows.
             query.append(rope_THR.new_zeros(*rope_THR.shape[:-1], self.impl.index_size))
         attended_THR = attend_layer(
             self, torch.cat(query, dim=-1), torch.cat(row, dim=-1), None, index and index.queries
@@ -109,13 +109,13 @@ class LatentAttention(MLAAttention):
 
 
 def _by_head(x_THI: torch.Tensor, weight_HIO: torch.Tensor) -> torch.Tensor:
-    """Multiply each head's input by its own matrix; returns [T, H, O]."""
+    """Multiply each head's input by the head's matrix. Returns [T, H, O]."""
     return torch.bmm(x_THI.transpose(0, 1), weight_HIO).transpose(0, 1)
 
 
 @MultiHeadLatentAttentionWrapper.register_oot
 class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
-    """vLLM's module around the layer: projections, norms, rotary embedding."""
+    """vLLM's module around the layer, which contains projections, norms and the rotary embedding."""
 
     rotary_emb: nn.Module | None
     mla_attn: LatentAttention
@@ -123,7 +123,7 @@ class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         if (indexer := self.indexer) is not None:
-            # The indexer's keys are in the rows of its layer.
+            # The indexer's keys are stored with the KV of its layer.
             del get_current_vllm_config().compilation_config.static_forward_context[indexer.k_cache.prefix]
             del indexer.k_cache, indexer.indexer_op
             self.topk_indices_buffer = indexer.topk_indices_buffer = None
@@ -131,7 +131,7 @@ class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute what vLLM's forward does without writing to views, which a captured graph on a Gaudi cannot do."""
+        """Compute the same as vLLM's forward, but never write to views: captured Gaudi graphs do not support that."""
         index: Index | None = None
         latent_size = self.kv_lora_rank + self.qk_rope_head_dim
         if self.q_lora_rank is None:
@@ -158,8 +158,7 @@ class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         return output
 
     def _index(self, hidden_TH: torch.Tensor, compressed_query: torch.Tensor, positions: torch.Tensor) -> Index:
-        """Compute index keys and queries as transformers does, in the model's dtype. vLLM's kernels round them to
-        FP8."""
+        """Compute index keys and queries in the model's dtype, as transformers does. vLLM's kernels use FP8 instead."""
         indexer = self.indexer
         rope_size, head_size, num_heads = indexer.rope_dim, indexer.head_dim, indexer.n_head
         key_TR, weights_TI = indexer.wk_weights_proj(hidden_TH)[0].split((head_size, num_heads), dim=-1)

@@ -1,6 +1,6 @@
-"""Device-neutral description of a forward: a rectangle of tokens, their positions and KV slots, and attention calls.
+"""Device-neutral description of a forward pass: a rectangle of tokens, positions, KV slots and attention calls.
 
-vLLM's model classes take the tokens. Our attention backend gets the rest through vLLM's forward context.
+vLLM's model classes take the tokens. Our attention backend gets everything else through vLLM's forward context.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from vllm_gaudi_spec.attention.row_operations import RowOperations
 
 
 class KVShape(NamedTuple):
-    """Shape and dtype of a layer's KV cache, whatever container the device uses."""
+    """Shape and dtype of a layer's KV cache, independent of the device's container type."""
 
     num_blocks: int
     block_size: int
     num_kv_heads: int
     row_size: int
-    """Elements per token and head: a key and, if the layer stores values, a value."""
+    """Number of elements per token and head, counting the key and, if the layer stores values, the value."""
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayerSpec:
-    """Constants of a layer.
+    """A layer's constants.
 
-    Specs are hashable, since plans are cached per distinct spec. No plan depends on its operations and tensors.
+    Specs are hashable because plans are cached per distinct spec. No plan depends on a spec's operations or tensors.
     """
 
     num_heads: int
@@ -38,37 +38,36 @@ class AttentionLayerSpec:
     head_size: int
     scale: float
     sliding_window: int | None
-    """Number of last keys that a query sees, including its own; None for all."""
+    """Number of most recent keys that a query attends to, including its own, or None for all."""
     logits_soft_cap: float
     dtype: torch.dtype
     block_size: int
     value_size: int | None = None
-    """Number of leading elements of a key that form its value, for a layer that stores no values."""
+    """Number of leading key elements that form the value, for a layer that stores no values."""
     num_selected: int | None = None
-    """Number of keys that a query reads of those it sees: the ones that an indexer scores highest; None for all."""
+    """Number of keys that a query attends to: the visible keys with the highest index scores. None for all."""
     index_size: int = 0
-    """Number of trailing elements of a key that belong to the indexer; 0 if the layer reuses the previous layer's
-    selection."""
+    """Number of trailing key elements that belong to the indexer, or 0 if the layer reuses an earlier selection."""
     attention_chunk: int | None = None
-    """Number of positions in a chunk, if queries see only the keys of their own chunk."""
+    """Number of positions in a chunk, if queries attend only to keys in their own chunk."""
     is_causal: bool = True
-    """False for an encoder, whose queries also see later keys; a window then extends equally far both ways."""
+    """False for an encoder, whose queries also attend to later keys. Windows then extend equally in both directions."""
     layer_operations: bool = False
     """Whether the layer has modules for its matmuls, softmax and caches, which a fused kernel would bypass."""
     kv_dtype: torch.dtype | None = None
-    """Dtype of the KV cache if it is not `dtype`. `operations` then read and write keys and values."""
+    """KV cache dtype if it differs from `dtype`. In that case, `operations` read and write keys and values."""
     model_type: str = ""
-    """Model type in transformers, since a kernel's precision may be sufficient for some models only."""
+    """Model type in transformers, because a kernel may be precise enough for some models only."""
     operations: Operations = field(default=PLAIN, compare=False, repr=False)
     """The layer's own modules if `layer_operations` or `kv_dtype` is set."""
     sinks_H: torch.Tensor | None = field(default=None, compare=False)
-    """An additional score per head, whose value is zero: it only takes a share of the softmax."""
+    """An additional score per head with a value of zero, so it only takes a share of the softmax."""
     slopes_H: torch.Tensor | None = field(default=None, compare=False)
-    """ALiBi slopes in float32: how much a key's score decreases per position of distance from the query."""
+    """ALiBi slopes in float32: the decrease in a key's score per position between key and query."""
 
     @property
     def has_plain_scores(self) -> bool:
-        """Whether a score is just the scaled product of a query and a key."""
+        """Whether scores are just scaled products of queries and keys."""
         return not self.logits_soft_cap and self.sinks_H is None and self.slopes_H is None
 
     @property
@@ -77,24 +76,24 @@ class AttentionLayerSpec:
 
     @property
     def mask_key(self) -> tuple[int | None, int | None, int, bool]:
-        """Key that is equal for layers with the same mask."""
+        """A key that is equal for layers with the same mask."""
         return self.sliding_window, self.attention_chunk, self.block_size, self.is_causal
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBlocks:
-    """The blocks of all rows in one list, so that work grows with the total number of blocks, not with the longest row.
+    """The blocks of all rows in one list, so that work scales with the total number of blocks, not the longest row.
 
-    Entries are groups of neighboring blocks, in any order. Blocks that none of a row's queries can read any more may be
-    left out.
+    Entries are groups of neighboring blocks and may be in any order. Blocks that are no longer visible to any of a
+    row's queries may be omitted.
     """
 
     ids: torch.Tensor
-    """int32 block ids, entry after entry; padding is block 0, also where an entry has fewer blocks than others."""
+    """int32 block IDs, entry by entry. Padding is block 0, including padding within an incomplete entry."""
     rows_N: torch.Tensor
-    """int32: row of the batch that owns the entry; B, which does not exist, for padding."""
+    """int32: the batch row that owns the entry. Padding has B, which is not a valid row."""
     index_N: torch.Tensor
-    """int32: index of the entry's first block in its row's table. Its first key is at position index * block_size."""
+    """int32: index of the entry's first block in its row's table. The first key is at position index * block_size."""
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> FlatBlocks:
@@ -103,60 +102,61 @@ class FlatBlocks:
 
     @property
     def group_size(self) -> int:
-        """Number of blocks in an entry."""
+        """Number of blocks per entry."""
         return len(self.ids) // len(self.rows_N)
 
 
 class Packed(NamedTuple):
-    """The real tokens of a rectangle. Devices that compile nothing per shape compute only these."""
+    """The real tokens in a rectangle. Devices that do not compile per shape compute only these tokens."""
 
     index_T: torch.Tensor
-    """int64: index of each real token in the flat rectangle."""
+    """int64: index of each real token in the flattened rectangle."""
     num_real_B: torch.Tensor
     """int32: number of real tokens in each row."""
 
     @classmethod
     def from_counts(cls, num_real_B: torch.Tensor, num_queries: int) -> Packed | None:
-        """Return the real tokens' indices, or None if all tokens are real or, as in warm-up, none is."""
-        # These tensors are on the host, where summing a list costs a tenth of computing the index.
+        """Return the packing, or None if all tokens are real or none is, as in warm-up."""
+        # These tensors are on the host, where summing a list is ten times faster than computing the index.
         if sum(num_real_B.tolist()) in (0, len(num_real_B) * num_queries):
             return None
         offsets_Q = torch.arange(num_queries, dtype=torch.int32)
         return cls((offsets_Q < num_real_B[:, None]).flatten().nonzero().flatten(), num_real_B)
 
     def spread(self, states: torch.Tensor, num_positions: int) -> torch.Tensor:
-        """Return states at the positions of their tokens in the rectangle, with zeros at padding."""
+        """Scatter packed states back to their tokens' positions in the padded batch, filling padding with zeros."""
         return states.new_zeros(num_positions, *states.shape[1:]).index_copy_(0, self.index_T, states)
 
 
 class SpanRows(NamedTuple):
     rows_S: torch.Tensor
-    """int64: row of the batch."""
+    """int64: batch row."""
     firsts_S: torch.Tensor
-    """int32: position of the first token, which an earlier chunk may have computed."""
+    """int32: position of the first token, which may be part of an earlier chunk."""
     lasts_S: torch.Tensor
     """int32: position of the last token."""
 
 
 class Spans(NamedTuple):
-    """Positions whose tokens see each other in both directions, such as those of an image in some models.
+    """Spans of tokens that attend to each other bidirectionally, such as an image's tokens in some models.
 
-    A query within a span also sees the span's later keys. No span is longer than a window, and all keys of a span are
-    written before its queries attend.
+    A query within a span also attends to later keys in that span. No span is longer than a window, and all of a span's
+    keys are written before its queries attend.
     """
 
     lasts_BQ: torch.Tensor
-    """int32: last position of the span that a query belongs to; 0 if it belongs to none."""
+    """int32: last position of the span that a query belongs to, or 0 if it belongs to none."""
     rows: SpanRows | None = None
-    """Never empty. None where steps are captured, since the number of spans changes from step to step."""
+    """Never empty. None where steps are captured, because the number of spans varies between steps."""
     in_windows_only: bool = False
     """Whether spans apply only to layers with a sliding window."""
 
 
 class IndexQueries(NamedTuple):
-    """Queries with which a layer scores keys to select some of them. I: index heads. R: elements of each.
+    """Queries with which a layer scores keys for selection. I: index heads. R: elements per head.
 
-    All heads score the same key. Its score is the weighted sum of their products, of which negative ones count as zero.
+    All heads share one key per token. Its score is the weighted sum of the heads' products, with negative products
+    replaced by zero.
     """
 
     query_TIR: torch.Tensor
@@ -169,59 +169,58 @@ class IndexQueries(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class AttentionCall:
-    """A rectangle of B rows with Q queries each over paged KV, for prefill and decode alike.
+    """A rectangle of B rows with Q queries each over paged KV, for both prefill and decode.
 
-    Query q of row b is at position starts_B[b] + q. It sees the keys up to that position or, in a layer that is not
-    causal, those of all real queries of the row. Results of queries after a row's real ones are never used, and their
-    keys go to the pad block.
+    Query q in row b is at position starts_B[b] + q. It attends to the keys up to that position or, in a layer that is
+    not causal, to the keys of all real queries in the row. Results for padding queries are never used, and their keys
+    are written to the pad block.
     """
 
     num_rows: int
     num_queries: int
     starts_B: torch.Tensor
-    """int32: position of the first query of each row."""
+    """int32: position of each row's first query."""
     block_table_BW: torch.Tensor
-    """int32: blocks of each row; block 0 is the pad block."""
+    """int32: block IDs for each row. Block 0 is the pad block."""
     num_real_B: torch.Tensor | None = None
-    """int32: number of queries of each row that are not padding. Causal layers do not need it."""
+    """int32: number of real queries in each row. Causal layers do not need it."""
     packed: Packed | None = None
-    """Indices of the real queries, if the call has only those, row after row."""
+    """Indices of the real queries, if the call contains only real queries, row by row."""
     flat: FlatBlocks | None = None
-    """The same blocks as one list, for backends that attend over a list."""
+    """The same blocks as a flat list, for backends that attend over such a list."""
     host_lengths_B: torch.Tensor | None = None
-    """int32 in host memory, for backends that need it: an upper bound of the keys that a row's queries see.
+    """int32 in host memory, for backends that need it: an upper bound on the number of keys visible to each row.
 
-    `starts_B` gives the exact numbers.
+    The exact numbers follow from `starts_B`.
     """
     host_counts_B: torch.Tensor | None = None
-    """int32 in host memory, for prompt chunks: number of queries of each row, for which `host_lengths_B` is exact.
+    """int32 in host memory, for prompt chunks: number of queries in each row, for which `host_lengths_B` is exact.
 
-    A head may read a shorter part of a chunk, which begins after the same number of keys.
+    A head may read only part of a chunk, starting after the same number of keys.
     """
     spans: Spans | None = None
-    """Spans of prompt chunks. A decode has none, as the last token of an image sees no later token anyway."""
+    """Spans in prompt chunks. Decodes have none, because an image's last token has no later token to attend to."""
     from_start: bool = False
     """Whether every row's first query is at position 0."""
     fresh_kv: tuple[torch.Tensor, ...] = ()
-    """Keys and values of the queries, [T, K, D] each, if `from_start` and the KV cache stores them as they are; else
-    empty."""
+    """The queries' keys and values, [T, K, D] each, if `from_start` is set and the KV cache stores them unchanged."""
     index: IndexQueries | None = None
-    """Set by a layer that selects keys; None in the call of a forward."""
+    """Index queries that a layer sets to select keys. None in the call that layers share."""
     _plans: dict[Any, Any] = field(default_factory=dict)
 
     def plan(self, key: Any, build: Callable[[], Any]) -> Any:
-        """Return what a kernel derives from this call and a layer's spec, built once for all layers with that spec."""
+        """Return the cached plan for `key`, which a kernel builds once for all layers with the same spec."""
         if key not in self._plans:
             self._plans[key] = build()
         return self._plans[key]
 
     def replace_index(self, index: IndexQueries | None) -> AttentionCall:
-        """Return the same call, sharing its plans, with the index queries of a layer."""
+        """Return this call with a layer's index queries. The returned call shares the plans."""
         return self if index is self.index else replace(self, index=index)
 
     @property
     def selection(self) -> torch.Tensor | None:
-        """Selection of the last layer with an indexer, for the layers after it."""
+        """The selection made by the most recent layer with an indexer, for use by later layers."""
         return self._plans.get("selection")
 
     def keep_selection(self, selection: torch.Tensor) -> None:
@@ -230,19 +229,19 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateCall:
-    """The same rectangle, as layers with a recurrent state see it."""
+    """The rectangle's description for layers with a recurrent state."""
 
     rows_B: torch.Tensor
-    """int64: rows of the request state, by which states are kept; padding has the pad row."""
+    """int64: request-state rows, which index the states. Padding has the pad row."""
     starts_B: torch.Tensor
     """int32: position of each row's first token."""
     num_real_B: torch.Tensor
-    """int32: number of tokens of each row that are not padding."""
+    """int32: number of real tokens in each row."""
     num_pending_B: torch.Tensor
-    """int32: number of tokens before the first that are not yet in the row's state but kept beside it."""
+    """int32: number of earlier tokens that are not part of the row's state yet and are stored separately."""
     num_queries: int
     commits: bool
-    """Whether the real tokens enter the state now. Otherwise they stay pending, since some may be rejected drafts."""
+    """Whether to add the real tokens to the state. Otherwise they stay pending, since drafts may be rejected."""
     packed: Packed | None = None
 
     def unflatten(self, tensor_T: torch.Tensor) -> torch.Tensor:
@@ -258,33 +257,33 @@ class StateCall:
         return tensor_T if self.packed is None else tensor_T.index_select(0, self.packed.index_T)
 
 
-# --- a forward ---
+# --- forward pass ---
 
 
 NO_MEDIA = 0
-"""Row of the media store for a token that belongs to no image. It is never read, nor are the rows of other pads."""
+"""Media-store row for tokens that do not belong to an image. It is never read."""
 
 
 class MultimodalInputs(NamedTuple):
-    """The changes that images, video and audio make to a forward's tokens. D: dimensions of a rotary position."""
+    """Changes to a forward pass's tokens for images, video and audio. D: dimensions of a rotary position."""
 
     embeddings: Sequence[torch.Tensor] = ()
-    """[n, H] of each encoded item, in the order of the tokens that they replace."""
+    """[n, H] for each encoded item, in the order of the tokens that the embeddings replace."""
     is_media_T: torch.Tensor | None = None
-    """bool: tokens that `embeddings` replace; None if there are none."""
+    """bool: tokens that `embeddings` replace, or None if there are none."""
     rows_T: torch.Tensor | None = None
-    """int64: each token's row in the media store. Replaces both of the above where steps are captured."""
+    """int64: each token's row in the media store. Where steps are captured, it replaces the two fields above."""
     rotary_DT: torch.Tensor | None = None
-    """int64: positions for rotary embeddings, where some differ from the tokens' positions."""
+    """int64: positions for rotary embeddings, if any differ from the tokens' positions."""
     spans: Spans | None = None
-    """Spans of images, for models that attend to them in both directions."""
+    """Image spans, for models that attend to images bidirectionally."""
 
     @property
     def has_embeddings(self) -> bool:
         return bool(self.embeddings) or self.rows_T is not None
 
     def pack(self, index_T: torch.Tensor) -> MultimodalInputs:
-        """Keep only the real tokens, which include all tokens of media."""
+        """Keep only the real tokens, which include all media tokens."""
         if self.is_media_T is None:
             return self
         return self._replace(is_media_T=self.is_media_T.index_select(0, index_T))
@@ -292,7 +291,7 @@ class MultimodalInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Inputs of a model for T = B * Q tokens, flat as vLLM's model classes take them."""
+    """Model inputs for T = B * Q tokens, flattened as vLLM's model classes expect."""
 
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
@@ -300,30 +299,30 @@ class Inputs:
     """int64 [T] for each KV cache group."""
     calls: tuple[AttentionCall, ...]
     num_real_B: torch.Tensor
-    """int32: number of tokens of each row that are not padding."""
+    """int32: number of real tokens in each row."""
     adapters_T: torch.Tensor | None = None
-    """int32: slot of each token's LoRA adapter; None without adapters."""
+    """int32: slot of each token's LoRA adapter, or None without adapters."""
     states: StateCall | None = None
-    """The rectangle as layers with a recurrent state see it; None without such layers."""
+    """The rectangle's description for layers with a recurrent state, or None without such layers."""
     multimodal: MultimodalInputs | None = None
-    """Inputs from images, video and audio; None for models or batches without any."""
+    """Inputs from images, video and audio, or None if the model or batch has none."""
     rotary: torch.Tensor | None = None
     """int64 [T] or [D, T]: positions for rotary embeddings, if they differ from `positions_T`."""
     token_types_T: torch.Tensor | None = None
-    """int32: which of two texts a token belongs to, for models that compare texts."""
+    """int32: which of two texts each token belongs to, for models that compare texts."""
     head_layer: int = 0
     """Index of the layer to run, for heads whose layers run one at a time."""
 
     @property
     def call(self) -> AttentionCall | StateCall:
-        """The rectangle, which all calls share. Models without attention have that of their states."""
+        """The rectangle that all calls share. For models without attention, it comes from `states`."""
         if self.calls:
             return self.calls[0]
         assert self.states is not None
         return self.states
 
     def mark_real(self) -> torch.Tensor:
-        """Return bool [T]: which tokens are not padding."""
+        """Return which tokens are real, as bool [T]."""
         call = self.call
         if call.packed is not None:
             return torch.ones_like(self.token_ids_T, dtype=torch.bool)
@@ -338,8 +337,8 @@ class Inputs:
         return replace(self, multimodal=multimodal, rotary=rotary, calls=calls)
 
     def shift_rotary(self, offset_B: torch.Tensor) -> Inputs:
-        """Return the inputs with rotary positions that differ from the tokens' positions by an offset for each row."""
-        # Padding has position 0, where tables of rotary embeddings begin.
+        """Return the inputs with rotary positions shifted from the token positions by an offset for each row."""
+        # Padding has position 0, where rotary embedding tables begin.
         rotary_T = (self.positions_T.view(len(offset_B), -1) + offset_B[:, None]).flatten().clamp(min=0)
         return replace(self, rotary=rotary_T)
 
@@ -361,18 +360,18 @@ class Inputs:
 
 
 class Blocks(NamedTuple):
-    """The KV blocks of a batch's rows, for each KV cache group."""
+    """The KV blocks for a batch's rows, by KV cache group."""
 
     tables: tuple[torch.Tensor, ...]
     """int32 [B, W]."""
     sizes: tuple[int, ...]
-    """Number of tokens in a block."""
+    """Number of tokens per block."""
     flat: tuple[torch.Tensor, ...] = ()
-    """int32 [group size + 2, N]: the fields of `FlatBlocks` one after another, for devices that decode over lists."""
+    """int32 [group size + 2, N]: the stacked fields of `FlatBlocks`, for devices that decode over a flat list."""
     lengths_B: torch.Tensor | None = None
-    """int32 in host memory, for devices that need it: an upper bound of each row's tokens of KV when the graph ends."""
+    """int32 in host memory, for devices that need it: an upper bound on each row's KV length when the graph ends."""
     counts_B: torch.Tensor | None = None
-    """int32 in host memory, for prompt chunks: number of tokens of each row, for which `lengths_B` is exact."""
+    """int32 in host memory, for prompt chunks: number of tokens in each row, for which `lengths_B` is exact."""
 
 
 def build_rectangle(
@@ -382,11 +381,11 @@ def build_rectangle(
     blocks: Blocks,
     row_operations: RowOperations,
 ) -> Inputs:
-    """Rows of Q consecutive positions from `starts_B` on, of which the first `num_real_B` are real.
+    """Build rows of Q consecutive positions starting at `starts_B`, of which the first `num_real_B` are real.
 
-    Padding is token 0 at position 0, since rotary tables end at a model's last position, and writes to the pad block,
-    block 0, which is never read: each token to a slot of its own, as far as a block has them. Kernels may promise
-    nothing for a call that writes a slot twice.
+    Padding is token 0 at position 0, because rotary tables end at the model's last position. It is written to the pad
+    block (block 0), which is never read. As long as the block has enough slots, each padding token gets its own slot,
+    because kernels may not support writing a slot twice in one call.
     """
     tokens_T, positions_T, slots = row_operations.locate_rectangle(
         tokens_BQ, starts_B, num_real_B, blocks.tables, blocks.sizes
@@ -398,8 +397,10 @@ def build_rectangle(
 def build_columns(
     starts_B: torch.Tensor, num_real_B: torch.Tensor, num_columns: int, blocks: Blocks, row_operations: RowOperations
 ) -> list[Inputs]:
-    """The columns of such a rectangle, to be run one after another; each is a rectangle with one query per row. The
-    tokens are for the caller to fill in: all are 0. What all of them need is computed once."""
+    """Build the columns of such a rectangle, which run one after another. Each has one query per row.
+
+    Token IDs are 0, and the caller fills them in. Data that the columns share is computed only once.
+    """
     located = row_operations.locate_columns(starts_B, num_real_B, num_columns, blocks.tables, blocks.sizes)
     no_tokens_B = torch.zeros_like(starts_B, dtype=torch.int32)
 

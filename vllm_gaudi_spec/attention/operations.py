@@ -1,6 +1,6 @@
-"""A layer's matmuls, softmax and caches as modules, for layers that are calibrated or quantized.
+"""Matmul, softmax and cache modules, for layers that are calibrated or quantized.
 
-Intel Neural Compressor finds and replaces these classes, and the modules of `RectangleAttentionImpl`, by their names.
+Intel Neural Compressor finds and replaces these classes, and the modules in `RectangleAttentionImpl`, by name.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 LARGEST = 2.0**56
-"""The largest number that attention and recurrent layers accept: far above any that models make, and a float32 sum of
-thousands of such products is finite."""
+"""The largest number that attention and recurrent layers accept. Models never produce numbers this large, and a float32
+sum of thousands of products of such numbers is finite."""
 
 
 def finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Replace NaN, infinities and numbers above `LARGEST` by 0.
+    """Replace NaN, infinities and numbers with a magnitude above `LARGEST` by 0.
 
-    Kernels mask tokens by multiplying by 0 or by adding a large negative number to scores. Either turns NaN into NaN:
-    in KV it would reach the next owner of the block, through the pad block everyone, and in a batched matmul the row's
-    neighbors.
+    Kernels mask tokens by multiplying by 0 or by adding a large negative number to scores, and neither removes NaN. A
+    NaN in KV would reach the block's next owner, or all requests if it were in the pad block. A NaN in a batched matmul
+    would reach neighboring rows.
     """
-    # A compiler fuses these three operations; nan_to_num is nine on a Gaudi (bridge, nantonum_gen.cpp).
+    # A compiler fuses these three operations, while nan_to_num takes nine on a Gaudi (bridge, nantonum_gen.cpp).
     largest = min(LARGEST, torch.finfo(tensor.dtype).max)
     return torch.where(tensor.abs() <= largest, tensor, 0)
 
@@ -44,7 +44,7 @@ class Rows(Protocol):
 
 
 class VLLMKVCache(nn.Module):
-    # Read by INC's replacements: blocks are gathered by ids, wherever they are.
+    # INC's replacement modules read this flag. False means that blocks are gathered by ID, wherever they are.
     use_contiguous_pa = False
 
     def forward(self, input: torch.Tensor, cache: Rows, slot_mapping: torch.Tensor) -> Rows:
@@ -53,7 +53,7 @@ class VLLMKVCache(nn.Module):
         return cache
 
     def fetch_from_cache(self, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """Return blocks of `cache` [blocks, ...] by their ids."""
+        """Return the blocks with the given IDs from `cache` [blocks, ...]."""
         return cache.index_select(0, blocks)
 
 
@@ -66,7 +66,7 @@ class Operations(Protocol):
 
 
 class Plain:
-    """The operations of layers that are neither calibrated nor quantized."""
+    """Operations for layers that are neither calibrated nor quantized."""
 
     k_cache = v_cache = VLLMKVCache()
     matmul_qk = matmul_av = Matmul()
@@ -76,4 +76,4 @@ class Plain:
 PLAIN: Operations = Plain()
 
 OWN: dict[str, str] = {name: type(getattr(PLAIN, name)).__name__ for name in Operations.__annotations__}
-"""Names of a layer's operation modules, and of their classes."""
+"""Maps the names of a layer's operation modules to the names of their classes."""

@@ -1,7 +1,7 @@
-"""Paged attention over block tables: every row is gathered to the width of the widest, with one softmax per query.
+"""Paged attention over block tables. Every row is gathered and padded to the widest row, with one softmax per query.
 
-B rows of Q queries; H query heads in K groups of G, one per KV head; D head size; N blocks of S keys. Shapes are
-static, and no value is read on the host.
+Dimensions: B rows of Q queries; H query heads in K groups of G, one group per KV head; D head size; N blocks of S keys.
+Shapes are static, and no value is read on the host.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, VLLMKVCache
 from vllm_gaudi_spec.attention.selection import group_index_queries, score_keys, select
 
-# The score of a masked key. Finite, since inf - inf would be NaN for a query that sees no key.
+# The score of a masked key. It is finite because inf - inf would be NaN for a query without visible keys.
 LOWEST = torch.finfo(torch.float32).min
 _NO_WINDOW = 1 << 30  # positions are int32
 
@@ -24,10 +24,10 @@ def attend(
     call: AttentionCall,
     spec: AttentionLayerSpec,
 ) -> torch.Tensor:
-    """Attend over block tables; returns [T, H, output size].
+    """Attend over block tables. Returns [T, H, output size].
 
-    Blocks may be views with any strides. The listed blocks must be finite, the pad block included. `values_NSKD` is
-    None if values are a part of the keys. The result of a query that sees no key is zero.
+    Blocks may be views with any strides. All listed blocks must be finite, including the pad block. `values_NSKD` is
+    None if values are part of the keys. The result is zero for a query without visible keys.
     """
 
     def build() -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +62,7 @@ def attend(
 def _selection(
     keys: torch.Tensor, seen_BQ: torch.Tensor, call: AttentionCall, spec: AttentionLayerSpec
 ) -> torch.Tensor:
-    """Return which keys of its table each query selects, bool [B, Q, W * S]; all visible ones if there are no more."""
+    """Return which table keys each query selects, bool [B, Q, W * S]. Small tables are not restricted further."""
     assert spec.num_selected is not None
     if seen_BQ.shape[-1] <= spec.num_selected:
         return seen_BQ
@@ -74,7 +74,7 @@ def _selection(
 
 
 def gather_rows(blocks_NSKD: torch.Tensor, table_BW: torch.Tensor, cache: VLLMKVCache = PLAIN.k_cache) -> torch.Tensor:
-    """Gather the rows' blocks side by side, as a view [B, K, W * S, D]."""
+    """Gather each row's blocks side by side and return them as a view [B, K, W * S, D]."""
     rows, width = table_BW.shape
     _, block_size, num_kv_heads, head_size = blocks_NSKD.shape
     gathered = cache.fetch_from_cache(blocks_NSKD, table_BW.flatten())
@@ -82,12 +82,12 @@ def gather_rows(blocks_NSKD: torch.Tensor, table_BW: torch.Tensor, cache: VLLMKV
 
 
 def find_visible(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
-    """Return which keys of its table each query may read, bool [B, Q, W * S]."""
+    """Return which table keys are visible to each query, bool [B, Q, W * S]."""
     keys, queries = _key_positions(call, spec), compute_query_positions(call.starts_B, call.num_queries)
     seen = is_in_reach(keys, queries, spec)
     if not spec.is_causal:
         assert call.num_real_B is not None
-        # Behind a row's last key there may be keys of padding or of other prompts.
+        # A row's last key may be followed by keys that belong to padding or to other prompts.
         seen = seen & (keys < (call.starts_B + call.num_real_B)[:, None, None])
     if call.spans is None:
         return seen
@@ -95,7 +95,7 @@ def find_visible(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
 
 
 def _compute_distances(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
-    """Return how far each key of a table is before a query, float32 [B, Q, W * S]."""
+    """Return the distance from each query back to each key in the table, float32 [B, Q, W * S]."""
     return (compute_query_positions(call.starts_B, call.num_queries) - _key_positions(call, spec)).float()
 
 
@@ -104,25 +104,25 @@ def _key_positions(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tenso
     return torch.arange(num_keys, dtype=torch.int32, device=call.starts_B.device)
 
 
-# --- shared with the flat form ---
+# --- shared with flat.py ---
 
 
 def expand_per_head(numbers_H: torch.Tensor, spec: AttentionLayerSpec) -> torch.Tensor:
-    """Reshape a number per head to float32 [K, G, 1, 1], to broadcast against scores."""
+    """Reshape per-head numbers to float32 [K, G, 1, 1], so that they broadcast against scores."""
     return numbers_H.float().view(spec.num_kv_heads, -1, 1, 1)
 
 
 def compute_query_positions(starts: torch.Tensor, num_queries: int) -> torch.Tensor:
-    """Return the positions [..., Q, 1] of each row's queries, to compare with positions of keys."""
+    """Return the positions of each row's queries, [..., Q, 1], for comparison with key positions."""
     offsets_Q = torch.arange(num_queries, dtype=torch.int32, device=starts.device)
     return (starts[:, None] + offsets_Q)[..., None]
 
 
 def is_in_reach(key_pos: torch.Tensor, query_pos: torch.Tensor, spec: AttentionLayerSpec) -> torch.Tensor:
-    """Return which keys a query sees by their positions.
+    """Return which keys are visible to each query, judging by positions alone.
 
-    A query sees the keys up to its own, restricted to its window or chunk. In a layer that is not causal, it also sees
-    equally many later keys, up to the row's end.
+    A query attends to the keys up to its own position, within its window or chunk. In a layer that is not causal, later
+    keys are also visible, up to the same distance if there is a window.
     """
     last = query_pos if spec.is_causal else query_pos + (spec.sliding_window or _NO_WINDOW) - 1
     seen = key_pos <= last
@@ -134,7 +134,7 @@ def is_in_reach(key_pos: torch.Tensor, query_pos: torch.Tensor, spec: AttentionL
 
 
 def group_queries(query_THD: torch.Tensor, call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
-    """Return queries [B, K, G * Q, D], so that those of a KV head meet its keys in one matmul."""
+    """Return queries as [B, K, G * Q, D], so that one matmul multiplies a KV head's queries by its keys."""
     group = spec.num_heads // spec.num_kv_heads
     query = query_THD.view(call.num_rows, call.num_queries, spec.num_kv_heads, group, spec.head_size)
     shape = (call.num_rows, spec.num_kv_heads, group * call.num_queries, spec.head_size)
@@ -148,9 +148,9 @@ def score(
     spec: AttentionLayerSpec,
     matmul: Matmul = PLAIN.matmul_qk,
 ) -> torch.Tensor:
-    """Score queries [..., K, G * Q, D] against keys [..., K, keys, D]; returns float32 [..., K, G, Q, keys]."""
+    """Score queries [..., K, G * Q, D] against keys [..., K, keys, D]. Returns float32 [..., K, G, Q, keys]."""
     products = multiply(query, keys, call, spec, matmul).float()
-    # Scale after the matmul: before it, bfloat16 would round each query once more.
+    # Scale after the matmul, because scaling bfloat16 queries before it would round them again.
     if spec.logits_soft_cap:
         products = torch.tanh(products * (spec.scale / spec.logits_soft_cap)) * spec.logits_soft_cap
     else:
@@ -161,7 +161,7 @@ def score(
 def multiply(
     query: torch.Tensor, keys: torch.Tensor, call: AttentionCall, spec: AttentionLayerSpec, matmul: Matmul
 ) -> torch.Tensor:
-    """Return the products that `score` scales, in the dtype in which a matrix engine returns them."""
+    """Return the products that `score` scales, in the matrix engine's output dtype."""
     products = matmul(convert_for_matmul(query), convert_for_matmul(keys).transpose(-1, -2))
     group = spec.num_heads // spec.num_kv_heads
     return products.view(*products.shape[:-2], group, call.num_queries, keys.shape[-2])
@@ -170,18 +170,18 @@ def multiply(
 def weigh(
     weights: torch.Tensor, values: torch.Tensor, spec: AttentionLayerSpec, matmul: Matmul = PLAIN.matmul_av
 ) -> torch.Tensor:
-    """Sum values [..., K, keys, D] by weights [..., K, G, Q, keys]; returns [..., K, G, Q, output size]."""
+    """Sum values [..., K, keys, D] using weights [..., K, G, Q, keys]. Returns [..., K, G, Q, output size]."""
     values = convert_for_matmul(values)
     summed = matmul(weights.to(values.dtype).flatten(-3, -2), values)
-    # If keys hold the values, multiply whole keys: slicing them would copy all.
+    # If keys contain the values, multiply whole keys, because slicing would copy all of them.
     return summed[..., : spec.output_size].unflatten(-2, weights.shape[-3:-1])
 
 
 def convert_for_matmul(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert for a matrix engine. These take bfloat16 and add up in float32; products of float16 would overflow."""
+    """Convert for a matrix engine. Keep bfloat16, and convert others to float32: float16 products could overflow."""
     return tensor if tensor.dtype == torch.bfloat16 else tensor.float()
 
 
 def reshape_by_token(result_BKGQD: torch.Tensor, spec: AttentionLayerSpec) -> torch.Tensor:
-    """Return results as [T, H, output size], in the layer's dtype."""
+    """Return results as [T, H, output size] in the layer's dtype."""
     return result_BKGQD.permute(0, 3, 1, 2, 4).to(spec.dtype).reshape(-1, spec.num_heads, spec.output_size)

@@ -1,7 +1,7 @@
-"""Bookkeeping on the device: positions, slots, token histories and draft counts, a few numbers per row.
+"""Per-row bookkeeping on the device: positions, slots, token histories and draft counts.
 
-Each function here is the reference, made of small torch operations. Where launching these costs too much, a device
-replaces functions of `RowOperations` by kernels that return the same numbers.
+The functions here are reference implementations that use many small torch operations. Where launching these is too
+expensive, a device replaces functions in `RowOperations` with kernels that return the same numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Positions(NamedTuple):
     positions_T: torch.Tensor
     """int64."""
     slots: tuple[torch.Tensor, ...]
-    """int64 [T], one a KV cache group."""
+    """int64 [T] for each KV cache group."""
 
 
 def locate_rectangle(
@@ -29,9 +29,9 @@ def locate_rectangle(
     tables: tuple[torch.Tensor, ...],
     sizes: tuple[int, ...],
 ) -> Positions:
-    """Return the flat tokens, positions and slots of a rectangle; `metadata.build_rectangle` describes its padding.
+    """Return a rectangle's flattened tokens, positions and slots. See `metadata.build_rectangle` for padding.
 
-    `tables` and `sizes` are those of `Blocks`.
+    `tables` and `sizes` are the fields of `Blocks`.
     """
     rows, queries = tokens_BQ.shape
     indices_BQ = torch.arange(rows * queries, dtype=torch.int32, device=tokens_BQ.device).view(rows, queries)
@@ -52,11 +52,11 @@ def locate_rectangle(
 
 class ColumnPositions(NamedTuple):
     starts_QB: torch.Tensor
-    """int32: positions; 0 for padding."""
+    """int32: positions, with 0 for padding."""
     positions_QB: torch.Tensor
-    """int64: the same."""
+    """int64: the same positions."""
     num_real_QB: torch.Tensor
-    """int32: 1, or 0 for padding."""
+    """int32: 1 for real tokens, 0 for padding."""
     slots: tuple[torch.Tensor, ...]
     """int64 [Q, B]."""
 
@@ -68,14 +68,14 @@ def locate_columns(
     tables: tuple[torch.Tensor, ...],
     sizes: tuple[int, ...],
 ) -> ColumnPositions:
-    """Return the same for a rectangle of `queries` columns, one column after the other."""
+    """Return positions and slots for a rectangle with `queries` columns, column by column."""
     rows = len(starts_B)
     no_tokens_BQ = torch.zeros(rows, queries, dtype=torch.int32, device=starts_B.device)
     located = locate_rectangle(no_tokens_BQ, starts_B, num_real_B, tables, sizes)
     real_BQ = torch.arange(queries, dtype=torch.int32, device=starts_B.device) < num_real_B[:, None]
 
     def transpose(tensor: torch.Tensor) -> torch.Tensor:
-        # As int32: a Gaudi cannot compile a permutation of int64 into a graph (docs/contributing/quirks.md, C16).
+        # Transpose int32: a Gaudi cannot compile an int64 permutation into a graph (docs/contributing/quirks.md, C16).
         return tensor.int().view(rows, queries).T.contiguous()
 
     starts_QB = transpose(located.positions_T)
@@ -89,15 +89,15 @@ def locate_columns(
 class Newest(NamedTuple):
     tokens_BN: torch.Tensor
     starts_B: torch.Tensor
-    """int32: position of the first token; 0 in rows without any."""
+    """int32: position of the first token, or 0 in rows without tokens."""
     num_real_B: torch.Tensor
-    """int32: N, or 0."""
+    """int32: N, or 0 in rows without tokens."""
 
 
 def take_newest(
     history_RM: torch.Tensor, rows_B: torch.Tensor, lengths_B: torch.Tensor, wanted_B: torch.Tensor, count: int
 ) -> Newest:
-    """Return the last `count` tokens of each row with `wanted_B` above 0; `lengths_B` are the rows' lengths."""
+    """Return the last `count` tokens of each row where `wanted_B` is above 0. `lengths_B` contains the row lengths."""
     is_wanted_B = wanted_B > 0
     starts_B = torch.where(is_wanted_B, lengths_B - count, 0)
     offsets_N = torch.arange(count, dtype=torch.int32, device=rows_B.device)
@@ -116,9 +116,9 @@ def append(
     width: int,
     pad_row: int,
 ) -> None:
-    """Write the first `num_B` tokens of each row from position `first_B` on; the pad row may get the others.
+    """Write each row's first `num_B` tokens, starting at position `first_B`. The pad row may receive the other tokens.
 
-    `history` holds rows of `width` tokens. It is flat because devices that capture steps cannot write through views.
+    `history` contains rows of `width` tokens. It is flat because devices that capture steps cannot write through views.
     """
     offsets_N = torch.arange(tokens_BN.shape[1], dtype=torch.int32, device=rows_B.device)
     is_real_BN = (offsets_N < num_B[:, None]) & (rows_B != pad_row)[:, None]
@@ -128,7 +128,7 @@ def append(
 
 
 def put(state_R: torch.Tensor, rows_B: torch.Tensor, numbers_B: torch.Tensor, *, pad_row: int) -> None:
-    """Write a number for each row; the pad row stays at 0."""
+    """Write one number per row. The pad row stays 0."""
     state_R.index_copy_(0, rows_B, torch.where(rows_B == pad_row, 0, numbers_B).to(state_R.dtype))
 
 
@@ -144,10 +144,10 @@ def check_drafts(
     *,
     mark: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the drafts with tokens outside of the vocabulary replaced, and the number of drafts of each row.
+    """Return the drafts with tokens outside the vocabulary replaced, and the number of drafts in each row.
 
-    The number is `mark` for a row with a draft outside of the vocabulary, a draft from logits that are not sound, a
-    negative number of drafts, or more than `most_B`.
+    The number is `mark` if a draft is outside the vocabulary or comes from unsound logits, or if the original number is
+    negative or exceeds `most_B`.
     """
     offsets_K = torch.arange(tokens_BK.shape[1], dtype=torch.int32, device=tokens_BK.device)
     wrong_BK = tokens_BK < 0
@@ -162,7 +162,7 @@ def check_drafts(
 
 
 class RowOperations(NamedTuple):
-    """A device's versions of the functions above."""
+    """A device's implementations of the functions above."""
 
     locate_rectangle: Callable[..., Positions] = locate_rectangle
     locate_columns: Callable[..., ColumnPositions] = locate_columns

@@ -1,7 +1,7 @@
-"""Selects the keys of sparse attention that an indexer scores highest, as a mask over dense attention.
+"""Key selection for sparse attention: a mask for dense attention that keeps the keys with the highest index scores.
 
-I heads of an indexer, R numbers each; B rows of Q queries, and keys as in padded.py and flat.py. Shapes are static, and
-no value is read on the host.
+Dimensions: I index heads of size R; B rows of Q queries; keys as in padded.py and flat.py. Shapes are static, and no
+value is read on the host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def group_index_queries(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indexer's queries [B, I, Q, R] and weights [B, I, Q]."""
+    """Return the index queries [B, I, Q, R] and their weights [B, I, Q]."""
     assert call.index is not None, "the layer has an indexer, and the call no queries of it"
     query_TIR, weights_TI = call.index
     shape = (call.num_rows, call.num_queries)
@@ -27,11 +27,11 @@ def score_keys(
 ) -> torch.Tensor:
     """Return scores, float32 [..., Q, keys], for queries [..., I, Q, R], weights [..., I, Q] and keys [..., keys, D].
 
-    A few heads are scored at a time: indexers have more heads than a rank has of attention, and all their products
-    would be the largest tensor of the model.
+    Only a few heads are scored at a time. An indexer has more heads than a rank has attention heads, so the products
+    for all of them together would be the model's largest tensor.
     """
     num_heads, num_queries = query.shape[-3:-1]
-    # In float32, since rounding would make different products equal.
+    # Compute in float32, because rounding could make different products equal.
     query, keys = query.float(), keys[..., -spec.index_size :].float().transpose(-1, -2)
     total: torch.Tensor | None = None
     for first in range(0, num_heads, spec.num_heads):
@@ -45,10 +45,10 @@ def score_keys(
 
 
 def select(scores_BQK: torch.Tensor, number: int) -> torch.Tensor:
-    """Return which keys are the `number` highest of each query, bool.
+    """Return which keys have the `number` highest scores for each query, as bool.
 
-    Among equal scores, the first ones are selected. Products below zero count as zero, so equal scores are common, and
-    the selection must not depend on how many keys follow.
+    Ties are resolved in favor of earlier keys. Ties are common because negative products count as zero, and the
+    selection must not depend on how many keys follow.
     """
     last = scores_BQK.topk(number, dim=-1).values[..., -1:]
     above, equal = scores_BQK > last, scores_BQK == last

@@ -1,7 +1,7 @@
-"""Attention in plain torch, for layers that a device's kernel does not support and as reference of tests.
+"""Attention in plain torch, for layers that a device's kernel does not support and as a reference for tests.
 
-A layer's KV is [blocks, K, block_size, 2 * D] as vLLM allocates it; a head of a block holds its keys, then its values.
-If values are a part of the keys it is [blocks, K, block_size, D].
+A layer's KV has shape [blocks, K, block_size, 2 * D], as allocated by vLLM. Each head in a block stores its keys, then
+its values. If values are part of the keys, the shape is [blocks, K, block_size, D].
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def split_kv(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of keys and values, each [blocks, K, block_size, D]."""
+    """Return views of the keys and values, each [blocks, K, block_size, D]."""
     num_blocks, num_kv_heads, block_size, double = kv_cache.shape
     halves = kv_cache.view(num_blocks, num_kv_heads, 2, block_size, double // 2)
     return halves[:, :, 0], halves[:, :, 1]
 
 
 def copy_blocks(kv_caches: dict[str, torch.Tensor], pairs: list[tuple[int, int]]) -> None:
-    """Copy the first block of each pair to the second, in every layer's cache."""
+    """Copy the first block in each pair to the second, in every layer's cache."""
     for kv_cache in kv_caches.values():
         for source, target in pairs:
             kv_cache[target] = kv_cache[source]
@@ -81,7 +81,7 @@ def attend_packed(
     call: AttentionCall,
     spec: AttentionLayerSpec,
 ) -> torch.Tensor:
-    """Attend with packed tokens, through an `attend` that supports only rectangles."""
+    """Attend with packed tokens, using an `attend` function that supports only rectangles."""
     packed = call.packed
     assert packed is not None
     whole: AttentionCall = call.plan("rectangle", lambda: replace(call, packed=None, _plans={}))
