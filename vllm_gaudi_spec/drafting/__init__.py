@@ -1,1 +1,1 @@
-"""Drafters: one a file, each with a row in `methods.py`."""
+"""Drafters. Each has its own file and a row in `methods.py`."""

@@ -1,7 +1,7 @@
 """Interfaces between the runner and drafters.
 
-A host proposer reads token histories on the host, after the step's result was read. A device proposer works on device
-tensors and never waits for the device, so it supports async scheduling.
+A host proposer reads token histories on the host, after the step's result has been copied there. A device proposer
+works on device tensors and never waits for the device, so it supports async scheduling.
 """
 
 from __future__ import annotations
@@ -37,120 +37,120 @@ if TYPE_CHECKING:
 
 class HostProposer(Protocol):
     def propose(self, contexts: list[Context]) -> list[Sequence[int]]:
-        """Return at most `max_drafts` draft tokens for each context; fewer or none if it has no more."""
+        """Return up to `max_drafts` draft tokens for each context."""
         ...
 
     def forget(self, req_ids: Iterable[str]) -> None:
-        """Drop the state of requests that have ended. A later request may reuse an id."""
+        """Drop the state for requests that have ended. Later requests may reuse their IDs."""
         ...
 
     @property
     def num_remembered(self) -> int:
-        """Number of requests whose state is kept until they are forgotten."""
+        """Number of requests whose state is kept."""
         ...
 
 
 class DrafterKVSync:
-    """Drafter KV sync: the drafter's KV and states follow what the target computes and accepts.
+    """Drafter KV sync, which keeps the drafter's KV and states consistent with the tokens that the target accepts.
 
-    This is the base class, and the KV sync of drafters without KV or states, for which all events are no-ops.
+    This base class also serves drafters without KV or states, for which all events are no-ops.
     """
 
     has_kv = False
-    """Whether drafting rounds read KV: the drafter's own, which they also write, or the target's."""
+    """Whether drafting rounds read KV, either the drafter's own (which they also write) or the target's."""
     reads_every_step = False
-    """Whether the drafter reads after each verification, even without drafts."""
+    """Whether the drafter reads new tokens after each verification, even if no drafts follow."""
 
     # --- host ---
 
     def on_admitted(self) -> None:
-        """Handle the requests in `requests.admitted`."""
+        """Handle newly admitted requests (`requests.admitted`)."""
 
     def on_forward(self, batch: Batch) -> None:
-        """Handle a batch that the target has computed."""
+        """Handle a batch after the target's forward pass."""
 
     def before_round(self, sampled: SampledRows, max_drafts_np: np.ndarray, batch: DraftBatch | None) -> None:
-        """Read what a round needs; called after each verification.
+        """Read the tokens that a round needs. This is called after each verification.
 
         Args:
-            max_drafts_np: Largest number of drafts of each request now.
+            max_drafts_np: Current maximum number of drafts for each request.
             batch: The rows on the device, for a drafter with KV, if a round follows or `reads_every_step` is set.
         """
 
     def on_drafted(self, requests: list[Request], max_drafts_np: np.ndarray) -> None:
-        """Record on the host that a round ran."""
+        """Update host state after a round."""
 
     def invalidate(self, requests: list[Request]) -> None:
-        """Discard what was read of requests, because a read failed or its KV may be wrong."""
+        """Discard everything the drafter has read for these requests, because a read failed or the KV may be wrong."""
 
     def on_faulty(self, requests: list[Request]) -> None:
-        """Handle requests whose drafts were unusable: the KV that was read may be wrong."""
+        """Handle requests whose drafts were unusable, since the drafter's KV for them may be wrong."""
 
-    # --- device: parts of the sampling pass and of a round ---
+    # --- device: called in the sampling pass and in rounds ---
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
-        """Handle that rows have `lengths_B` tokens now."""
+        """Update device state after verification, which has set the rows' lengths to `lengths_B`."""
 
     def limit_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
-        """Return `max_drafts_B`, int32 [B], reduced for rows of which too little was read."""
+        """Return `max_drafts_B`, int32 [B], reduced for rows where the drafter has read too few tokens."""
         return max_drafts_B
 
     def gather_hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden | None:
-        """Return the hidden states that predict each row's first draft token, for drafters that read them."""
+        """Return the hidden states that predict each row's first draft token, for drafters that read hidden states."""
         return None
 
     def on_round_written(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
-        """Record on the device that drafts and their KV were written."""
+        """Update device state after drafts and their KV were written."""
 
     # --- warm-up ---
 
     def jobs(self) -> Iterator[Job]:
-        """Yield warm-up jobs for reads and state updates, but not for rounds."""
+        """Yield warm-up jobs for reads and state updates, but not for drafting rounds."""
         yield from ()
 
 
 class DeviceProposer(ABC):
-    """A proposer of static shapes that never waits for the device."""
+    """A proposer with static shapes that never waits for the device."""
 
     drafts_one_by_one = False
-    """Whether fewer drafts take less time. If so, there is a graph for each number of drafts in `Speculation.widths`;
-    otherwise a round always drafts k tokens."""
+    """Whether fewer drafts take less time. If so, there is a graph for each number of drafts in `Speculation.widths`.
+    Otherwise, every round drafts k tokens."""
 
     @abstractmethod
     def propose(self, request: DraftRequest) -> Drafts:
-        """Draft for the rows of a request."""
+        """Draft tokens for the rows in `request`."""
 
     def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> DrafterKVSync:
-        """Return what lets the drafter's KV and states follow the target. Default: the drafter has neither."""
+        """Return the drafter's KV sync. The default is for drafters without KV or states."""
         return DrafterKVSync()
 
 
 class ReadBlocks:
     """Tracks which KV blocks a drafter has read.
 
-    vLLM shares blocks between requests by what the target has written in them. The drafter's part of a block may be
-    missing, because drafting was off for its request or at that load. Such a block does not count as read.
+    vLLM shares blocks between requests based on the target's KV alone. The drafter's KV for a block may be missing,
+    because drafting was disabled for that request or at that load. Such a block does not count as read.
     """
 
     def __init__(self, requests: Requests, num_blocks: int, groups: list[int], *, keeps_up: bool = False) -> None:
         """
         Args:
-            groups: KV cache groups that hold layers of the drafter.
-            keeps_up: Whether the drafter reads all that the target computes, except what `forget` discards.
+            groups: KV cache groups that contain the drafter's layers.
+            keeps_up: Whether the drafter reads every token that the target computes, except in rows passed to `forget`.
         """
         self._tables = [requests.tables_np[group] for group in groups]
         self._sizes = [requests.block_sizes[group] for group in groups]
         self._counts = [requests.num_blocks[group] for group in groups]
         self._read_np = np.zeros(num_blocks, dtype=np.int32)
-        """Number of tokens at the start of each block that the drafter has read. Block 0 is padding."""
+        """Number of tokens that the drafter has read at the start of each block. Block 0 is padding."""
         self._seen = [np.zeros_like(counts) for counts in self._counts]
-        """Number of blocks of each row that were initialized, or were computed at admission."""
+        """Number of blocks in each row that were initialized here or were already computed at admission."""
         self._keeps_up = keeps_up
 
     def admit(self, row: int, num_computed: int) -> None:
         """Admit a row whose first `num_computed` tokens are in shared blocks.
 
-        `clear_new` must follow when all rows of a step are admitted.
+        Call `clear_new` after all rows in a step have been admitted.
         """
         for seen, size in zip(self._seen, self._sizes, strict=True):
             seen[row] = num_computed // size
@@ -158,19 +158,19 @@ class ReadBlocks:
     def load(self, block_ids: list[int]) -> None:
         """Record blocks that a KV connector fills.
 
-        They count as read if the drafter's KV is transferred too, and as unread otherwise.
+        They count as read if the drafter's KV is also transferred, and as unread otherwise.
         """
         self._read_np[block_ids] = max(self._sizes, default=0) if self._keeps_up else 0
 
     def clear_new(self) -> None:
-        """Initialize the blocks that rows got since the last call, which held other tokens before."""
+        """Initialize the blocks that rows received since the last call, which may have been used for other tokens."""
         for table, counts, seen, size in zip(self._tables, self._counts, self._seen, self._sizes, strict=True):
             for row in np.flatnonzero(counts > seen):
                 self._read_np[table[row, seen[row] : counts[row]]] = size if self._keeps_up else 0
                 seen[row] = counts[row]
 
     def count_read(self, row: int, num_computed: int) -> int:
-        """Return how many of the `num_computed` tokens of an admitted row the drafter has read."""
+        """Return how many of an admitted row's `num_computed` tokens the drafter has read."""
         reach = num_computed
         for table, size in zip(self._tables, self._sizes, strict=True):
             blocks = table[row, : -(-num_computed // size)]
@@ -180,12 +180,12 @@ class ReadBlocks:
         return reach
 
     def forget(self, row: int) -> None:
-        """Mark all blocks of a row as unread."""
+        """Mark all blocks in a row as unread."""
         for table, counts in zip(self._tables, self._counts, strict=True):
             self._read_np[table[row, : counts[row]]] = 0
 
     def record_read(self, rows_np: np.ndarray, begins_np: np.ndarray, ends_np: np.ndarray) -> None:
-        """Record that the drafter has read rows from `begins_np` up to `ends_np`."""
+        """Record that the drafter has read each row from `begins_np` up to `ends_np`."""
         for table, size in zip(self._tables, self._sizes, strict=True):
             first_np = begins_np // size
             count_np = -(-ends_np // size) - first_np
@@ -200,10 +200,10 @@ class Model(Protocol):
     """A loaded model."""
 
     output_ids: torch.Tensor | None
-    """int64: ids of the target that the logits cover; None if they cover the model's whole vocabulary."""
+    """int64: target token IDs that the logits cover, or None if they cover the model's whole vocabulary."""
 
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
-        """Write the KV of all T tokens and return their hidden states, [T, H]. Only heads take `carried_TH`."""
+        """Write the KV for all T tokens and return their hidden states, [T, H]. Only heads take `carried_TH`."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -213,7 +213,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftingContext:
-    """Parts of a loaded runner that drafting is built from."""
+    """The parts of a loaded runner that drafting needs."""
 
     speculation: Speculation
     vllm_config: VllmConfig
@@ -225,10 +225,10 @@ class DraftingContext:
     """The target's hidden-state buffer."""
     target: LoadedModel
     drafter: LoadedModel | None
-    """None for methods without a model."""
+    """The drafter's model, or None for methods without one."""
     sampling: Sampling
     pair: Pair | None = None
-    """The two vocabularies, if the drafter's differs from the target's."""
+    """The two vocabularies, if the drafter and the target use different ones."""
 
     @property
     def spec_config(self) -> SpeculativeConfig:
@@ -249,7 +249,7 @@ class DraftingContext:
 
     @property
     def drafter_max_len(self) -> int:
-        """The longest context of which the drafter has KV in the target's blocks."""
+        """The maximum context length for which the drafter stores KV in the target's blocks."""
         return min(self.speculation.drafter_max_len or self.max_model_len, self.max_model_len)
 
     @property
@@ -259,7 +259,7 @@ class DraftingContext:
         return size
 
     def make_read_blocks(self, *, keeps_up: bool) -> ReadBlocks:
-        """Return a tracker of the blocks that hold the drafter's KV; `keeps_up` as in `ReadBlocks`."""
+        """Return a tracker for the blocks with the drafter's KV. See `ReadBlocks` for `keeps_up`."""
         assert self.drafter is not None
         names = set(self.drafter.layer_names)
         groups = [index for index, layers in enumerate(self.kv_cache.layer_groups) if names & set(layers)]
@@ -269,62 +269,63 @@ class DraftingContext:
 class Drafting:
     """Runs the drafter on the device within a step, or on the host after the step's device-to-host sync.
 
-    Draft tokens are stored after each row's history, where the next step verifies them. The defaults do nothing, as in
-    an engine without speculation; a subclass overrides what concerns it.
+    Draft tokens are stored after each row's history, where the next step verifies them. The default methods do nothing,
+    as in an engine without speculation. Subclasses override the methods they need.
     """
 
     verifies_drafts = False
     """Whether a step reports how many drafts it verified."""
     reports_drafts = False
-    """Whether `propose` drafts, so that a step's report may include draft tokens."""
+    """Whether `propose` makes drafts, so that a step's report may include draft tokens."""
     lookahead = 0
-    """Tokens beyond a decode's own for which its blocks need room, so that the drafter can write KV there."""
+    """Number of additional tokens for which a decode needs blocks, so that the drafter can write their KV."""
     pass_drafts: tuple[int, ...] = (0,)
-    """Numbers of drafts per row that a sampling pass may make by itself; 0 leaves drafting to `propose`."""
+    """Numbers of drafts per row that a sampling pass may make by itself. With 0, `propose` makes the drafts."""
     pass_error: Exception | None = None
-    """The exception that stopped drafting in a pass. `propose` handles it, since it knows the requests."""
+    """The exception that stopped drafting in a sampling pass. `propose` handles it because it knows the requests."""
 
     # --- the scheduler ---
 
     def apply(self, requests: Requests) -> None:
-        """Update state for the requests that were admitted and ended."""
+        """Update state for requests that were admitted or have ended."""
 
     def update_drafter_state(self, restarted: list[Request], excluded: list[Request], *, disabled: bool) -> None:
-        """Apply the scheduler's decision about drafter faults, see `DrafterStatus`.
+        """Apply the scheduler's decision about drafter faults (see `DrafterStatus`).
 
-        With `disabled` the scheduler requests no more drafts, which is enough for drafters on the host. Drafters on the
-        device must also ignore drafts in flight and stop following the target.
+        If `disabled` is set, the scheduler stops requesting drafts, which is enough for host drafters. Device drafters
+        must also ignore drafts in flight and stop following the target.
         """
 
     def cap_scheduled_drafts(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
-        """Return the largest number of draft tokens that each request may have on the device, int32.
+        """Return the maximum number of draft tokens that each request may have on the device, int32.
 
-        It never exceeds the number that was scheduled.
+        This never exceeds the scheduled number.
         """
         return np.array(num_scheduled, dtype=np.int32)
 
     def find_outgrown_requests(self) -> Collection[str]:
-        """Return requests without drafts in the last step because they exceed a limit known only to the drafter."""
+        """Return requests that had no drafts in the last step because they exceed a limit known only to the drafter."""
         return ()
 
     def take_rounds(self) -> list[DraftRound]:
-        """Return and clear the drafting rounds that the host has observed."""
+        """Return and clear the drafting rounds observed by the host."""
         return []
 
     def get_draft_token_ids(self, step: StepResult) -> DraftTokenIds:
-        """Return the draft tokens that follow a step whose result is on the host."""
+        """Return the draft tokens to verify after a step whose result is on the host."""
         return DraftTokenIds([], [])
 
     def in_use(self) -> dict[str, int]:
-        """Return the number of requests with drafter state, by kind of state."""
+        """Return the number of requests that have drafter state, by kind of state."""
         return {}
 
     # --- a step ---
 
     def host_drafts(self, requests: list[Request]) -> np.ndarray | None:
-        """Return the draft tokens that were made on the host, to be copied with the step that verifies them.
+        """Return the draft tokens made on the host, which are copied together with the step that verifies them.
 
-        int32 [requests, 1 + K]: the number of draft tokens, then the tokens. None if drafts are made on the device.
+        The result, int32 [requests, 1 + K], contains the number of draft tokens, then the tokens. It is None if drafts
+        are made on the device.
         """
         return None
 
@@ -332,34 +333,36 @@ class Drafting:
         """Update the drafter's KV after the target's forward pass over a batch."""
 
     def gather_probs(self, rows_B: torch.Tensor, num_drafts: int) -> torch.Tensor | None:
-        """Return the distributions of the rows' first `num_drafts` drafts, float32 [B, J, V]; None if no rule needs
-        them."""
+        """Return the distributions for each row's first `num_drafts` drafts, float32 [B, J, V].
+
+        Returns None if the rule does not need them.
+        """
         return None
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
-        """Update device state in the sampling pass, which has set the rows' lengths to `lengths_B`."""
+        """Update device state in the sampling pass, after it set the rows' lengths to `lengths_B`."""
 
     def choose_pass_drafts(self, max_drafts: int) -> tuple[int, int]:
-        """Return which of `pass_drafts` the sampling pass makes, and the most of them that a row keeps."""
+        """Return the number in `pass_drafts` that the sampling pass makes, and the maximum number that a row keeps."""
         return 0, 0
 
     def draft_in_pass(self, rows_B: torch.Tensor, max_drafts_B: torch.Tensor, branch: Branch, num_drafts: int) -> None:
-        """Draft at the end of a sampling pass, on the device, if `choose_pass_drafts` says so."""
+        """Draft on the device at the end of a sampling pass, if `choose_pass_drafts` requests it."""
 
     def propose(self, sampled: SampledRows, branch: Branch, max_drafts: int) -> bool:
-        """Draft at most `max_drafts` tokens per row on the device, after verification.
+        """Draft up to `max_drafts` tokens per row on the device, after verification.
 
-        Returns whether a round ran. Drafters on the host draft in `propose_on_host` instead.
+        Returns whether a round ran. Host drafters use `propose_on_host` instead.
         """
         return False
 
     def propose_on_host(self, step: StepResult, max_drafts: int) -> None:
-        """Draft on the host, after a step's result was read."""
+        """Draft on the host, after a step's result has been copied there."""
 
     # --- warm-up ---
 
     def propose_for_padding(self, num_rows: int, num_drafts: int) -> None:
-        """Run what drafting runs on the device after a decode that verified `num_drafts` drafts per row."""
+        """Run the same device work as drafting after a decode that verified `num_drafts` drafts per row."""
 
     def jobs(self) -> Iterator[Job]:
         """Yield warm-up jobs for every graph that drafting may run."""

@@ -1,11 +1,11 @@
-"""DFlash, DFlash2 and DSpark: a drafter that fills a whole block of tokens in one forward pass.
+"""DFlash, DFlash2 and DSpark: drafters that fill a whole block of tokens in one forward pass.
 
-The drafter keeps the target's context as KV of its own: each of its layers projects the target's hidden states to keys
-and values (`BlockModel.write_context`). A round is one rectangle: the newest token, then a mask token for each place to
-fill. Its queries see the whole context and, in most checkpoints, each other.
+The drafter stores the context in its own KV: each of its layers projects the target's hidden states to keys and values
+(`BlockModel.write_context`). A round is one rectangle, which contains the newest token and a mask token for each place
+to fill. Its queries attend to the whole context and, in most checkpoints, to each other.
 
-KV that a round writes is overwritten from the target's hidden states once the target has computed those positions, so
-a drafter of this kind follows its target at every step, as a head does (`HeadKVSync`).
+Once the target has computed a round's positions, the KV that the round wrote is overwritten from the target's hidden
+states. The drafter therefore follows its target at every step, as a head does (`HeadKVSync`).
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 
 
 class BlockModel(LoadedHead):
-    """A block drafter's model, of vLLM's classes for Qwen3."""
+    """A block drafter's model, which uses vLLM's Qwen3 classes."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         with allow_mixed_windows():
             super().__init__(*args, **named)
-        # vLLM's copies of the layers' weights, for kernels that only CUDA and CPU have
+        # Drop vLLM's copies of the layers' weights, which are for kernels that only CUDA and CPU have.
         inner = self.model.model
         inner._fused_kv_weight = inner._fused_kv_bias = inner._k_norm_weights = None
         for layer in inner.layers:
             layer.self_attn.attn.impl.is_causal = layer.self_attn.causal
 
     def write_context(self, inputs: Inputs, states_TH: torch.Tensor) -> None:
-        """Write the KV of tokens whose hidden states in the target are `states_TH`."""
+        """Write the KV for tokens whose hidden states in the target are `states_TH`."""
         packed = Packed.from_counts(inputs.num_real_B, inputs.call.num_queries) if self._packs else None
         if packed is not None:
             inputs, states_TH = inputs.pack(packed), states_TH.index_select(0, packed.index_T)
@@ -68,25 +68,26 @@ class BlockModel(LoadedHead):
                 cache.impl.do_kv_cache_update(cache, key_TKD, value_TKD, cache.kv_cache, slots[cache.layer_name])
 
     def compute_candidates(self, hidden_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits and ids [N, C] of DFlash2's candidates.
+        """Return the logits and IDs [N, C] of DFlash2's candidates.
 
-        vLLM's method exchanges int64 ids between ranks, for which not every device has a collective.
+        vLLM's method exchanges int64 IDs between ranks, but not every device has a collective for int64.
         """
         with upstream.tensor_parallel_group(self._output_group):
             logits_NV = self.model.candidate_logits_processor(self.model.lm_head, hidden_NH)
         return logits_NV.topk(self.model.model.candidate_selector.top_k, dim=-1)
 
 
-# --- what turns a block's hidden states into draft tokens ---
+# --- from a block's hidden states to draft tokens ---
 
 
 Scores = Callable[[int, torch.Tensor], torch.Tensor]
-"""Returns the logits [B, V] over the target's ids of a draft token, from its number and the token before it, int32 [B],
-which is the newest one at first."""
+"""Returns a draft token's logits [B, V] over the target's IDs, given its index and the token before it, int32 [B].
+
+The first draft token follows the newest token."""
 
 
 def score_independently(model: BlockModel, translation: Translation, hidden_BKH: torch.Tensor) -> Scores:
-    """DFlash: no draft token depends on another."""
+    """Score draft tokens independently of each other, as DFlash does."""
     logits_BKU = model.logits(hidden_BKH.flatten(0, 1)).view(*hidden_BKH.shape[:2], -1)
     return lambda step, previous_B: translation.to_target(logits_BKU.select(1, step))
 
@@ -94,7 +95,7 @@ def score_independently(model: BlockModel, translation: Translation, hidden_BKH:
 def score_by_previous(
     model: BlockModel, translation: Translation, hidden_BKH: torch.Tensor, is_drafting_B: torch.Tensor
 ) -> Scores:
-    """DSpark adds a low-rank bias that depends on the previous token."""
+    """Score draft tokens with a low-rank bias that depends on the previous token, as DSpark does."""
     logits_BKU = model.logits(hidden_BKH.flatten(0, 1)).view(*hidden_BKH.shape[:2], -1)
 
     def score(step: int, previous_B: torch.Tensor) -> torch.Tensor:
@@ -108,7 +109,7 @@ def score_by_previous(
 def score_candidates(
     model: BlockModel, vocab_size: int, hidden_BKH: torch.Tensor, newest_B: torch.Tensor, is_drafting_B: torch.Tensor
 ) -> Scores:
-    """DFlash2: a selector scores pairs of neighbors among the likeliest tokens of each place, C candidates."""
+    """Score pairs of neighboring tokens among the C most likely candidates for each place, as DFlash2 does."""
     logits_NC, ids_NC = model.compute_candidates(hidden_BKH.flatten(0, 1))
     places = hidden_BKH.shape[:2]
     ids_BKC = ids_NC.view(*places, -1).long()
@@ -122,7 +123,7 @@ def score_candidates(
         if step:
             is_previous_BC = ids_BKC.select(1, step - 1) == previous_B[:, None]
             index_B = is_previous_BC.int().argmax(1)
-        else:  # at the first place all rows are equal: each follows the newest token
+        else:  # at the first place, all rows of scores are equal, since each follows the newest token
             index_B = torch.zeros_like(previous_B, dtype=torch.int64)
         index_B1C = index_B[:, None, None].expand(-1, 1, scores_BCC.shape[2])
         scores_BC = scores_BCC.gather(1, index_B1C).squeeze(1).float()
@@ -165,7 +166,7 @@ class BlockProposer(HeadProposer):
         return stack_drafts(drafted, request.max_drafts_B)
 
     def _fill_block(self, request: DraftRequest) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each row's newest token, int32 [B], and the hidden states of its draft tokens, [B, K, H]."""
+        """Return each row's newest token, int32 [B], and the hidden states for its draft tokens, [B, K, H]."""
         num_queries = self._block_size
         newest_B1, starts_B, is_drafting_B = request.row_operations.take_newest(
             request.history_RM, request.rows_B, request.lengths_B, request.max_drafts_B, 1
@@ -180,7 +181,7 @@ class BlockProposer(HeadProposer):
         )
         hidden_TH = self._model.forward(inputs).last
         hidden_BQH = hidden_TH.view(len(starts_B), num_queries, -1)
-        # The newest token may predict nothing.
+        # In some checkpoints, the newest token's place does not predict a draft token.
         return newest_B1.squeeze(1), hidden_BQH.narrow(1, num_queries - request.num_drafts, request.num_drafts)
 
     def _make_scores(self, newest_B: torch.Tensor, hidden_BKH: torch.Tensor, is_drafting_B: torch.Tensor) -> Scores:
@@ -195,14 +196,14 @@ class BlockProposer(HeadProposer):
 
 
 class BlockKVSync(HeadKVSync):
-    """Writes the drafter's KV from the target's hidden states, each at its own position."""
+    """Writes the drafter's KV from the target's hidden states, without the position shift that other heads have."""
 
     def __init__(self, model: BlockModel, context: DraftingContext, row_limits: RowLimits) -> None:
-        # Rounds start from tokens, so there are no states to carry from one round to the next.
+        # Rounds start from tokens, so no states are carried from one round to the next.
         super().__init__(model, context, row_limits, head_size=0)
         self._model = model
         self._end = context.speculation.get_drafting_end(context.max_model_len)
-        """The length at which a row's block would begin to reach beyond the drafter's last position."""
+        """The row length from which a block would extend beyond the drafter's last position."""
 
     def gather_hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         return None
@@ -218,7 +219,7 @@ class BlockKVSync(HeadKVSync):
     def _read_newest(self, queries: int, step: StepInputs) -> None:
         rows = step.split()
         first_B, blocks = self._hidden_states.first(rows.rows_B), rows.blocks._replace(counts_B=None)
-        # The newest token has no state yet. Rejected drafts have one and are not read.
+        # The newest token has no state yet. Rejected drafts have states, but these are not read.
         num_read_B = self._requests.lengths(rows.rows_B) - 1 - first_B
         inputs = self._shift_inputs(queries, rows.rows_B, first_B, num_read_B, blocks, ahead=0)
         self._model.write_context(inputs, self._hidden_states.carried(rows.rows_B, queries))

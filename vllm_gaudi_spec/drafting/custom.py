@@ -1,6 +1,6 @@
-"""vLLM's method `custom_class`: `model` names a user's drafter class.
+"""vLLM's method `custom_class`, where `model` names a user's drafter class.
 
-vLLM passes its runner's arrays to such a class. Here they are built for the requests that may draft.
+vLLM passes its runner's arrays to such a class. Here, the arrays are built for the requests that may draft.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CustomProposer:
         self._proposer = create_custom_proposer(vllm_config)
         self._width = vllm_config.model_config.max_model_len
         self._num_seen: dict[str, int] = {}
-        """Length of each request when drafts were last made for it; later tokens are new to the drafter."""
+        """Maps requests to their length when the drafter last ran. Later tokens are new to the drafter."""
 
     @classmethod
     def build(cls, context: DraftingContext) -> CustomProposer:
@@ -43,7 +43,7 @@ class CustomProposer:
             row_np[: context.tokens_np.size] = context.tokens_np
         sampled = [self._get_new_tokens(context) for context in contexts]
         outputs = self._proposer.propose(sampled, lengths_np, tokens_np, slot_mappings=None)
-        # After the call: a drafter that raised has not seen these tokens.
+        # Update this after the call, because a drafter that raised has not processed these tokens.
         self._num_seen.update((context.req_id, context.tokens_np.size) for context in contexts)
         if len(outputs) != len(contexts):
             raise ValueError(
@@ -63,7 +63,7 @@ class CustomProposer:
     def _get_new_tokens(self, context: Context) -> list[int]:
         """Return the tokens sampled in this step, which vLLM passes separately.
 
-        Never empty: an empty list means that the request is still in its prompt.
+        This is never empty: to a drafter, an empty list means that the prompt is still being processed.
         """
         begin = self._num_seen.get(context.req_id, context.num_prompt)
         new: list[int] = context.tokens_np[min(begin, context.tokens_np.size - 1) :].tolist()
@@ -71,5 +71,5 @@ class CustomProposer:
 
 
 def _strip_padding(output: Sequence[int]) -> Sequence[int]:
-    """Return the tokens before the first -1, with which vLLM's drafters pad. The caller checks the rest."""
+    """Return the tokens before the first -1, which vLLM's drafters use as padding. The caller validates them."""
     return list(takewhile(lambda token: token != -1, output)) if isinstance(output, Iterable) else output

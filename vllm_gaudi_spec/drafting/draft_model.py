@@ -1,11 +1,11 @@
-"""Drafting with a separate model: a loop of k forward passes after each verification.
+"""Drafting with a separate model, which runs k forward passes after each verification.
 
-The drafter's KV is in the target's blocks. A draft token's KV is written when the next one is drafted, so the last of k
-has none, and after full acceptance two tokens are new to the drafter. The first pass of a round therefore always reads
-the two newest tokens.
+The drafter's KV is stored in the target's blocks. A draft token's KV is written when the next token is drafted, so the
+last of the k draft tokens has no KV, and two tokens are new to the drafter if all drafts are accepted. The first pass
+in a round therefore always reads the two newest tokens.
 
-`DraftModelKVSync` tracks how much of each row the drafter has read. The device has exact counts. The host has a lower
-bound, since drafts may be in flight; it decides which rows have to catch up, and in which shape.
+`DraftModelKVSync` tracks how many tokens in each row the drafter has read. The device has exact counts. The host has a
+lower bound, since drafts may be in flight. From it, the host decides which rows must catch up, and in which shape.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.scheduling.limits import RowLimits
 
 NUM_NEWEST = 2
-"""Number of tokens that the first pass of a round reads."""
+"""Number of tokens that the first pass in a round reads."""
 
 
 class AutoregressiveProposer(DeviceProposer):
@@ -54,7 +54,7 @@ class AutoregressiveProposer(DeviceProposer):
         return DraftModelKVSync(self.read, context)
 
     def read(self, chunk: Inputs) -> None:
-        """Write the drafter's KV for tokens of the target, such as a prompt chunk."""
+        """Write the drafter's KV for target tokens, such as a prompt chunk."""
         self._model.forward(replace(chunk, token_ids_T=self._translation.to_drafter(chunk.token_ids_T)))
 
     def propose(self, request: DraftRequest) -> Drafts:
@@ -73,7 +73,7 @@ class AutoregressiveProposer(DeviceProposer):
 
 
 def make_translation(context: DraftingContext) -> Translation:
-    """Return the translation for a draft model that reads the target's tokens, id by id."""
+    """Return the translation for a draft model that reads the target's tokens ID by ID."""
     if context.pair is not None:
         return context.pair.make_mapped_vocabulary(context.device)
     return require_same_vocabulary(context.vllm_config)
@@ -85,7 +85,7 @@ def draft_chain(
     """Draft one token after another, starting from the hidden states [B, H] that predict the first.
 
     Args:
-        starts_B: Position of the first draft token, in the drafter's own count.
+        starts_B: Position of the first draft token, as the drafter counts positions.
     """
     drafted: list[Drafted] = []
     steps: list[Inputs] = []
@@ -102,7 +102,7 @@ def draft_chain(
 
 
 def stack_drafts(drafted: list[Drafted], num_drafts_B: torch.Tensor) -> Drafts:
-    """Combine the draft tokens of a round into one record."""
+    """Combine a round's draft tokens into one record."""
     probs = [draft.probs_BV for draft in drafted if draft.probs_BV is not None]
     sound = [draft.sound_B for draft in drafted if draft.sound_B is not None]
     return Drafts(
@@ -117,16 +117,16 @@ def stack_drafts(drafted: list[Drafted], num_drafts_B: torch.Tensor) -> Drafts:
 
 
 class Read(NamedTuple):
-    """Tokens that the drafter reads next, in the shape of a prompt chunk."""
+    """The tokens that the drafter reads next, in the shape of a prompt chunk."""
 
     shape: Shape
     inputs: StepInputs
-    """`starts_B` is the host's lower bound; rows of which the drafter has read less are skipped."""
+    """`starts_B` is the host's lower bound. Rows where the drafter has read less are skipped."""
 
 
 @dataclass(slots=True)
 class _Lag:
-    """A row that has to catch up."""
+    """A row that must catch up."""
 
     request: Request
     end: int = 0
@@ -138,7 +138,7 @@ class DraftModelKVSync(DrafterKVSync):
     has_kv = True
 
     def __init__(self, read: Callable[[Inputs], None], context: DraftingContext) -> None:
-        """`read` writes the drafter's KV for tokens, on the device."""
+        """`read` writes the drafter's KV for the given tokens. It runs on the device."""
         self._read = read
         self._requests = requests = context.requests
         self._recorder = context.recorder
@@ -148,13 +148,13 @@ class DraftModelKVSync(DrafterKVSync):
         self._num_drafts = context.speculation.num_drafts
         num_rows = requests.pad_row + 1
         self._reach_R = torch.zeros(num_rows, dtype=torch.int32, device=requests.backend.traits.torch_device)
-        """Number of tokens of each row whose KV the drafter has, provided that their drafts were accepted."""
+        """Number of tokens in each row for which the drafter has KV, assuming that drafts among them are accepted."""
         self._reach_np = np.zeros(num_rows, dtype=np.int32)
         """The host's lower bound of `_reach_R`."""
         self._keeps_up_np = np.zeros(num_rows, dtype=bool)
-        """Rows of which the drafter has read all but the newest tokens, as far as the host knows."""
+        """Rows where the drafter has read all but the newest tokens, as far as the host knows."""
         self._arrived: set[int] = set()
-        """Rows that were admitted and have not run a forward pass yet."""
+        """Rows that were admitted but have not run a forward pass yet."""
         self._blocks = context.make_read_blocks(keeps_up=False)
         self._run_read = requests.backend.graphs.graph(self._read_rows)
         self._set_reach = requests.backend.graphs.graph(self._put_reach)
@@ -181,7 +181,7 @@ class DraftModelKVSync(DrafterKVSync):
         self._run_read(read.inputs, read.shape.queries)
 
     def _take_chunk(self, batch: Batch) -> Read | None:
-        """Return the part of a batch that the drafter reads: a prompt chunk, up to the drafter's longest context."""
+        """Return the part of a batch that the drafter reads: prompt chunks, up to its maximum context length."""
         self._start_rows(batch.requests)
         if batch.shape.phase != PREFILL:
             return None
@@ -190,16 +190,17 @@ class DraftModelKVSync(DrafterKVSync):
         follows = [self._reach_np[request.row] >= request.num_computed for request in batch.requests]
         if not any(follows):
             return None
-        # The last row of a request says how far it is read.
+        # If a request has several rows, the last one determines how far it is read.
         ends = dict(compress(zip(batch.requests, batch.ends, strict=True), follows))
         self._record_read([*ends], [*ends.values()])
-        # Without counts: a row with a gap before its chunk reads both when it catches up, as the device knows the gap.
+        # Omit the counts: a row with a gap before its chunk reads both later, when it catches up, and only the device
+        # knows the gap.
         return Read(batch.shape, batch.inputs._replace(counts_B=None))
 
     def _start_rows(self, requests: list[Request]) -> None:
         """Initialize the reach of new rows at their first forward pass.
 
-        At admission it would be too early: a row may share blocks that an earlier row writes in the same step.
+        Admission would be too early, because a row may share blocks that an earlier row writes in the same step.
         """
         started = dict.fromkeys(request for request in requests if request.row in self._arrived)
         if not started:
@@ -210,7 +211,7 @@ class DraftModelKVSync(DrafterKVSync):
             self._reach_np[request.row] = reach
             self._keeps_up_np[request.row] = reach == request.num_computed
         self._arrived.difference_update(rows)
-        # Padded to all rows, so that every step runs the same graph.
+        # Pad to all rows, so that every step runs the same graph.
         rows_np = np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64)
         rows_np[: len(rows)] = rows
         self._upload_reach(rows_np)
@@ -220,7 +221,7 @@ class DraftModelKVSync(DrafterKVSync):
         self._set_reach(packing)
 
     def _record_read(self, requests: list[Request], reach: list[int]) -> None:
-        """Record that the drafter has read requests up to `reach`, or up to its longest context."""
+        """Record that the drafter has read each request up to `reach`, or up to its own maximum context length."""
         rows_np = np.array([request.row for request in requests], dtype=np.int64)
         reach_np = np.minimum(np.array(reach, dtype=np.int32), self._max_len)
         before_np = self._reach_np[rows_np]
@@ -231,12 +232,12 @@ class DraftModelKVSync(DrafterKVSync):
     def _catch_up(self, requests: list[Request], max_drafts_np: np.ndarray) -> Iterator[Read]:
         """Yield the reads that rows need before they can draft again, in the shapes of prompt chunks.
 
-        Rows that may not draft now are left to lag.
+        Rows that may not draft now do not catch up.
         """
         rows_np = np.array([request.row for request in requests], dtype=np.int64)
         lags = [_Lag(requests[index]) for index in np.flatnonzero((max_drafts_np > 0) & ~self._keeps_up_np[rows_np])]
         for lag in lags:
-            # An upper bound on the row's length, whatever is in flight.
+            # Compute an upper bound on the row's length, whatever is in flight.
             request = lag.request
             lag.end = min(max(request.num_computed + 1 + self._num_drafts, len(request.all_token_ids)), self._max_len)
             lag.gap = lag.end - int(self._reach_np[request.row])
@@ -245,7 +246,7 @@ class DraftModelKVSync(DrafterKVSync):
         self._keeps_up_np[rows_np] = max_drafts_np > 0
 
     def _take_gaps(self, lags: list[_Lag]) -> tuple[list[_Lag], list[int], Shape]:
-        """Take the next tokens off the gaps: return the lag of each row, where the row begins in it, and the shape."""
+        """Remove the next tokens from the gaps. Return each batch row's lag, its offset in the gap, and the shape."""
         shapes, size = self._shapes, self._shapes.slice_tokens
         group: list[_Lag] = []
         offsets: list[int] = []
@@ -274,7 +275,7 @@ class DraftModelKVSync(DrafterKVSync):
         self._record_read(drafted, [request.num_computed - self._num_drafts for request in drafted])
 
     def invalidate(self, requests: list[Request]) -> None:
-        """Make rows read all their tokens again, as rows that catch up do."""
+        """Make these rows read all their tokens again when they next catch up."""
         for request in requests:
             self._blocks.forget(request.row)
         rows_np = np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64)
@@ -288,7 +289,7 @@ class DraftModelKVSync(DrafterKVSync):
     # --- device ---
 
     def _read_rows(self, step: StepInputs, queries: int) -> None:
-        """Read the next tokens, except the newest, of rows that were read at least up to their start."""
+        """Read the next tokens, except the newest, in rows where the drafter's reach is at least `starts_B`."""
         rows = step.split()
         rows_P = rows.rows_B
         reach_P = self._reach_R.index_select(0, rows_P)
@@ -310,15 +311,15 @@ class DraftModelKVSync(DrafterKVSync):
         self._read(build_rectangle(tokens_PL, starts_P, num_real_P, rows.blocks, self._requests.backend.row_operations))
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
-        """Exclude KV written for rejected drafts from the reach."""
+        """Exclude the KV of rejected drafts from the reach."""
         self._put(rows_B, torch.minimum(self._reach_R.index_select(0, rows_B), lengths_B - 1))
 
     def limit_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
-        """Return `max_drafts_B`, or 0 for rows of which more than the newest tokens is unread."""
+        """Return `max_drafts_B`, or 0 for rows with more than `NUM_NEWEST` unread tokens."""
         return torch.where(self._reach_R.index_select(0, rows_B) >= lengths_B - NUM_NEWEST, max_drafts_B, 0)
 
     def on_round_written(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
-        """Extend the reach to the newest tokens and all draft tokens but the last."""
+        """Extend the reach to the newest tokens and all draft tokens except the last."""
         reach_B = self._reach_R.index_select(0, rows_B)
         wrote_B = lengths_B + drafts.num_drafts_B - 1
         self._put(rows_B, torch.where(drafts.num_drafts_B > 0, wrote_B, reach_B))
@@ -339,7 +340,7 @@ class DraftModelKVSync(DrafterKVSync):
     def jobs(self) -> Iterator[Job]:
         nobody_np = np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64)
         yield Job("states", partial(self._upload_reach, nobody_np))
-        for shape in reversed(self._shapes.prefills()):  # the largest claims the memory for all
+        for shape in reversed(self._shapes.prefills()):  # largest first, so that it reserves memory for all
             yield Job(DRAFTERS_READS, partial(self._read_padding, shape), (self._signature(shape),), shape.tokens)
 
     def _read_padding(self, shape: Shape) -> None:

@@ -1,8 +1,8 @@
-"""Isolates requests from drafter faults: they continue without drafts, and the scheduler is informed.
+"""Isolation of requests from drafter faults. Requests continue without drafts, and the scheduler is informed.
 
-Exceptions reach the host at once. Draft tokens are checked on the device, in the graph that makes them: a faulty row
-gets `FAULTY` as its number of drafts, which counts as 0, and the report of the step that would have verified them
-contains it.
+Exceptions reach the host immediately. Draft tokens are checked on the device, in the graph that makes them. A faulty
+row gets `FAULTY` as its number of drafts, which counts as 0 and is reported by the step that would have verified the
+drafts.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 Agree = Callable[[Mapping[str, Sequence[int]] | None], bool]
-"""Whether all ranks drafted the same tokens. Every rank calls it after each round, with None if its drafter failed."""
+"""Returns whether all ranks drafted the same tokens. Each rank calls it after a round, with None if drafting failed."""
 
 
 class Guard:
     def __init__(self, *, independent: bool, replicas: GroupCoordinator | None = None) -> None:
         """
         Args:
-            independent: Whether a failure here cannot block another rank in a collective of the drafter.
-            replicas: The target's ranks, if each of them runs the whole drafter.
+            independent: Whether a failure on this rank cannot block other ranks in one of the drafter's collectives.
+            replicas: The target's ranks, if each rank runs the whole drafter.
         """
         self._independent = independent
         self._replicas = replicas
@@ -41,18 +41,18 @@ class Guard:
         self._num_caught = 0
 
     def handle_error(self, error: Exception, requests: Sequence[Request]) -> None:
-        """Handle an exception of a drafter on the device.
+        """Handle an exception raised by a device drafter.
 
-        Raises it again if there are several ranks, which cannot recover. Warm-up jobs raise on their own.
+        Reraises the exception if there are several ranks, which cannot recover. Warm-up jobs raise errors themselves.
         """
         if not self._independent:
             raise error
         self.record_failure(error, requests)
 
     def record_failure(self, error: Exception, requests: Sequence[Request]) -> None:
-        """Record a round without drafts for these requests, because the drafter failed."""
+        """Record that a round made no drafts for these requests because the drafter failed."""
         self._num_caught += 1
-        # Log at powers of two: an unstable drafter would fill the log.
+        # Log only at powers of two, because an unstable drafter could fill the log.
         if self._num_caught & (self._num_caught - 1) == 0:
             logger.warning(
                 "The drafter failed (%d failures so far); this step has no drafts.", self._num_caught, exc_info=error
@@ -60,18 +60,18 @@ class Guard:
         self._rounds.append(DraftRound(tuple(request.req_id for request in requests), worked=False))
 
     def check_drafts(self, drafts: Drafts, request: DraftRequest, vocab_size: int | None) -> Drafts:
-        """Run `mark_unusable` on the device, with the same result on all ranks."""
+        """Mark unusable drafts on the device, with the same result on all ranks."""
         checked = mark_unusable(drafts, request, vocab_size)
         return checked if self._replicas is None else mark_different(checked, self._replicas)
 
     def record_round(self, faulty: Sequence[str], num_requested: int) -> None:
-        """Record a round on the host. `faulty` lists the requests whose drafts were unusable."""
+        """Record a round on the host. `faulty` contains the requests whose drafts were unusable."""
         if faulty:
             logger.warning_once("The drafter returned invalid token ids; the drafts of those requests are dropped.")
         self._rounds.append(DraftRound(tuple(faulty), worked=len(faulty) < num_requested))
 
     def take_rounds(self) -> list[DraftRound]:
-        """Return and clear the rounds of this step, merged into at most one."""
+        """Return and clear this step's rounds, merged into at most one."""
         rounds, self._rounds = self._rounds, []
         if len(rounds) < 2:
             return rounds
@@ -80,9 +80,9 @@ class Guard:
 
 
 def make_agreement_check(vllm_config: VllmConfig) -> Agree:
-    """Return the agreement check for host drafters, which every rank runs on its own.
+    """Return the agreement check for host drafters, which run independently on every rank.
 
-    Different drafts would make the ranks' steps differ.
+    If drafts differed between ranks, their steps would also differ.
     """
     if vllm_config.parallel_config.tensor_parallel_size == 1:
         return lambda drafts: drafts is not None
@@ -107,10 +107,10 @@ def make_agreement_check(vllm_config: VllmConfig) -> Agree:
 
 
 def mark_unusable(drafts: Drafts, request: DraftRequest, vocab_size: int | None) -> Drafts:
-    """Mark rows whose drafts cannot be used, and replace invalid token ids.
+    """Mark rows whose drafts cannot be used, and replace invalid token IDs.
 
     Args:
-        vocab_size: None if drafts are in the drafter's own vocabulary, which the host checks.
+        vocab_size: None if the drafts are in the drafter's own vocabulary, in which case the host checks them.
     """
     rows, num_drafts = request.rows_B.shape[0], request.num_drafts
     if drafts.tokens_BK.shape != (rows, num_drafts) or drafts.num_drafts_B.shape != (rows,):
@@ -125,19 +125,19 @@ def mark_unusable(drafts: Drafts, request: DraftRequest, vocab_size: int | None)
 
 
 def mark_different(drafts: Drafts, group: GroupCoordinator) -> Drafts:
-    """Mark rows whose drafts differ between the ranks of `group`; a collective of a few numbers per row.
+    """Mark rows whose drafts differ between the ranks in `group`, by exchanging a few numbers per row.
 
-    Each rank with a whole drafter computes its own logits, so NaN may appear on one rank only. Verifying different
-    drafts per rank would add partial sums of different tokens.
+    Ranks that each run the whole drafter compute logits independently, so NaN may appear on only one rank. If ranks
+    verified different drafts, the target would add up partial sums for different tokens.
     """
     num_B = drafts.num_drafts_B
     is_draft_BK = torch.arange(drafts.tokens_BK.shape[1], dtype=torch.int32, device=num_B.device) < num_B[:, None]
     parts = [num_B[:, None], torch.where(is_draft_BK, drafts.tokens_BK, 0)]
     if drafts.probs_BKV is not None:
         prob_BK = drafts.probs_BKV.gather(2, drafts.tokens_BK[:, :, None].long()).squeeze(2).float()
-        # A row with NaN is faulty on its own rank, so it differs from the others by its count.
+        # A row with NaN is already faulty on its own rank, so its count differs from that of the other ranks.
         parts.append(torch.where(is_draft_BK & ~prob_BK.isnan(), prob_BK, 0))
-    # Exchanged as floats, since not every device's collectives support integers. Token ids are exact below 2**24.
+    # Exchange floats, since not every device's collectives support integers. Token IDs below 2**24 are exact.
     local_BN = torch.cat([part.float() for part in parts], dim=1)
     communicator = group.device_communicator
     assert communicator is not None

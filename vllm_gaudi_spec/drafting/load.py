@@ -1,4 +1,4 @@
-"""Builds drafting from the configuration."""
+"""Builds the drafting implementation from the configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def load_drafting(context: DraftingContext) -> Drafting:
-    """Build the drafting that the configuration names."""
+    """Build the drafting implementation that the configuration selects."""
     speculation = context.speculation
     pair = Pair.load(context.vllm_config) if speculation.universal else None
     if pair is not None:
@@ -63,7 +63,7 @@ def _make_text_drafting(context: DraftingContext, pair: Pair) -> TextDrafting:
     if speculation.universal_match == SLEM:
         target_encoder = Encoder(pair.target, len(vocab_map.target_to_draft))
         rewriter = Rewriter(of_target, of_drafter, target_encoder, vocab_map.draft_to_target)
-        # All tokens that stand for text may be drafted, and those with a partner by role.
+        # All tokens that stand for text may be drafted, as well as special tokens that have a partner by role.
         draftable = vocab_map.draftable.copy()
         spelled = [token for token, piece in enumerate(of_drafter.bytes_by_id[: len(draftable)]) if piece is not None]
         draftable[spelled] = True
@@ -88,6 +88,6 @@ def _make_host_drafting(context: DraftingContext, proposer: HostProposer) -> Hos
 
 
 def make_guard(target: LoadedModel, drafter: LoadedModel | None) -> Guard:
-    """Return the guard of a drafter on the device. Data-parallel ranks draft independently of each other."""
+    """Return the guard for a device drafter. Data-parallel ranks draft independently of each other."""
     same_ranks = drafter is None or drafter.group is target.group
     return Guard(independent=target.group.world_size == 1, replicas=None if same_ranks else target.group)

@@ -1,4 +1,4 @@
-"""Medusa: one head per draft token, all on the target's newest hidden state. There is no loop and no KV."""
+"""Medusa: one head per draft token. All heads read the target's newest hidden state, with no loop and no KV."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LoadedMedusa(LoadedModel):
         self.output_ids = self.model.token_map
 
     def compute_head_logits(self, hidden: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the logits of each head, [rows, U]. Rows that request no drafts are padding."""
+        """Yield each head's logits, [rows, U]. Rows that request no drafts are padding."""
         with self.counting_rows(max_drafts_B > 0):
             for states, lm_head in zip(self.model(hidden), self.model.lm_heads, strict=True):
                 with upstream.tensor_parallel_group(self.group):
@@ -39,7 +39,7 @@ class LoadedMedusa(LoadedModel):
 
 
 class StateKVSync(DrafterKVSync):
-    """KV sync of drafters without KV that read the hidden state behind each row's newest token."""
+    """KV sync for drafters without KV that read the hidden state from which each row's newest token was sampled."""
 
     def __init__(self, hidden_states: HiddenStateBuffer) -> None:
         self._hidden_states = hidden_states

@@ -1,4 +1,4 @@
-"""Memory of drafting besides weights and the KV cache: its size, and the drafter KV region."""
+"""Memory that drafting needs besides weights and the KV cache: size computations, and the drafter KV region."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _FLOAT32_BYTES = 4
 
 
 def count_distributions(speculation: Speculation, max_rows: int) -> int:
-    """Return the number of distributions of drafts that are kept: those of each row, and of the pad row."""
+    """Return the number of draft distributions to store, for all rows including the pad row."""
     return (max_rows + 1) * speculation.num_drafts
 
 
 def count_region_blocks(max_rows: int, length: int, block_size: int) -> int:
-    """Return the number of blocks of a drafter KV region: those of each row, and the pad block."""
+    """Return the number of blocks in a drafter KV region, for all rows and the pad block."""
     return 1 + max_rows * -(-length // block_size)
 
 
 class KVBlock(NamedTuple):
-    """Size of a drafter's KV block, over all its layers."""
+    """Size of a drafter's KV block, summed over all layers."""
 
     num_tokens: int
     num_bytes: int
@@ -43,7 +43,7 @@ class KVBlock(NamedTuple):
 def compute_drafting_bytes(
     speculation: Speculation, max_rows: int, vocab_size: int, region_block: KVBlock | None
 ) -> dict[str, int]:
-    """Return bytes by purpose. `region_block` is None for a drafter without a KV region."""
+    """Return the number of bytes by purpose. `region_block` is None for a drafter without a KV region."""
     found = {}
     if speculation.keeps_probs:
         num_bytes = _FLOAT32_BYTES * count_distributions(speculation, max_rows) * vocab_size
@@ -57,9 +57,10 @@ def compute_drafting_bytes(
 
 
 class DrafterKVRegion:
-    """KV of a drafter with its own positions: each row has a fixed range of blocks.
+    """KV storage for a drafter with its own positions, where each row has a fixed range of blocks.
 
-    The target's blocks cannot hold it: they follow the target's tokens, and are shared by their contents.
+    The target's blocks cannot store this KV, because their positions are those of the target's tokens, and vLLM shares
+    blocks based on these tokens.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class DrafterKVRegion:
         model.bind_kv(by_layer, [list(specs)])
 
     def blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> HostBlocks:
-        """Return block tables for `context` tokens. The first rows end at `ends`."""
+        """Return block tables for `context` tokens. `ends` contains the end positions of the first rows."""
         table_np = self._table_np[rows_np, : -(-context // self._size)]
         needs_lengths = self._backend.traits.needs_host_lengths
         lengths_B = make_host_lengths(len(rows_np), ends, context) if needs_lengths else None

@@ -1,4 +1,4 @@
-"""Loads a drafter's model; for heads also the modules and states that they take from their target."""
+"""Loading of drafter models, and of the modules and states that heads share with their target."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def load_drafter(
     speculation: Speculation, vllm_config: VllmConfig, backend: DeviceBackend, target: LoadedModel
 ) -> LoadedModel | None:
-    """Load the drafter's model, if the method has one, next to the target, so that its layers join the KV cache."""
+    """Load the drafter's model, if the method has one. Its layers join the target's KV cache."""
     if not has_model(speculation.method):
         return None
     group = _get_drafter_group(vllm_config, target)
@@ -42,7 +42,7 @@ def load_drafter(
             unloaded: list[tuple[str, nn.Module]] = []
             with upstream.list_unloaded_matrices(unloaded):
                 head = load_head(speculation.method, vllm_config, backend, target, group)
-            own = set(head.model.modules())  # without those that the target has replaced
+            own = set(head.model.modules())  # excludes modules replaced by the target's
             if missing := [name for name, module in unloaded if module in own]:
                 raise ValueError(f"it has no weights for {shown(missing)}, or they contain NaN")
             return head
@@ -63,21 +63,22 @@ def load_drafter(
 
 
 def _get_drafter_group(vllm_config: VllmConfig, target: LoadedModel) -> GroupCoordinator:
-    """Return the ranks that the drafter is split over.
+    """Return the ranks that the drafter is sharded across.
 
-    Those of the target, or only this rank if `draft_tensor_parallel_size` is 1 and each rank runs the whole drafter.
+    These are the target's ranks, or only this rank if `draft_tensor_parallel_size` is 1 and each rank runs the whole
+    drafter.
     """
     spec_config = vllm_config.speculative_config
     assert spec_config is not None
     if spec_config.draft_parallel_config.tensor_parallel_size == target.group.world_size:
         return target.group
-    this_rank = get_pp_group()  # pipelines have one stage here, so this group has one rank
+    this_rank = get_pp_group()  # pipelines have only one stage, so this group has one rank
     assert this_rank.world_size == 1
     return this_rank
 
 
 def make_draft_config(vllm_config: VllmConfig) -> VllmConfig:
-    """Return vLLM's configuration of the drafter's model."""
+    """Return vLLM's configuration for the drafter's model."""
     spec_config = vllm_config.speculative_config
     assert spec_config is not None
     parallel = replace(spec_config.draft_parallel_config, rank=vllm_config.parallel_config.rank)
@@ -92,10 +93,10 @@ def make_draft_config(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def get_kv_specs_in_target(speculation: Speculation | None, drafter: LoadedModel | None) -> dict[str, KVCacheSpec]:
-    """Return the specs of drafter layers whose KV is in the target's blocks, not in a `DrafterKVRegion`."""
+    """Return the specs for drafter layers whose KV is stored in the target's blocks, not in a `DrafterKVRegion`."""
     if speculation is None or drafter is None or speculation.retokenizes:
         return {}
-    # A head never catches up, so it does not need blocks that vLLM freed.
+    # A head never needs to catch up, so vLLM may free blocks outside its window.
     return drafter.kv_cache_spec() if METHODS[speculation.method].is_head else drafter.drafter_kv_cache_spec()
 
 
@@ -107,7 +108,7 @@ def load_head(
 ) -> LoadedModel:
     """Load a head.
 
-    vLLM's head classes take the target's configuration, and read their own from its speculative part.
+    vLLM's head classes take the target's configuration, which includes their own as part of `speculative_config`.
     """
     spec_config = vllm_config.speculative_config
     assert spec_config is not None
@@ -153,7 +154,7 @@ class LoadedHead(LoadedModel):
         share_modules(target.model, head, group=target.group)
 
     def compute_mask_state(self) -> torch.Tensor:
-        """Return the learned state, [H], that a parallel head reads beside mask tokens."""
+        """Return the learned state, [H], that a parallel head reads together with mask tokens."""
         learned = getattr(self.model, "mask_hidden", None)
         if learned is None:
             raise UnsupportedConfigError(
@@ -169,21 +170,21 @@ class LoadedHead(LoadedModel):
         with upstream.tensor_parallel_group(self._output_group):
             if self.output_ids is None:
                 logits: torch.Tensor = self.model.compute_logits(hidden)
-            else:  # `compute_logits` would scatter them over the target's vocabulary, while `ReducedVocabulary` gathers
+            else:  # `compute_logits` would scatter logits to the target's vocabulary, but `ReducedVocabulary` gathers
                 logits = self.model.logits_processor(self.model.lm_head, hidden)
         return logits
 
 
 def split_carried(output: Any, inputs: Inputs) -> Hidden:
-    """Split a head's output: some heads have one state for the logits and another for their next step."""
+    """Split a head's output. Some heads return one state for the logits and another for the next step."""
     return Hidden(*output) if isinstance(output, tuple) else Hidden(output, output)
 
 
-# --- modules of the target ---
+# --- the target's modules ---
 
 
 class _InTargetGroup(nn.Module):
-    """Runs a module of the target in the target's tensor-parallel group, for a head in another group."""
+    """Runs one of the target's modules in the target's tensor-parallel group, for a head in another group."""
 
     def __init__(self, part: nn.Module, group: GroupCoordinator) -> None:
         super().__init__()
@@ -196,26 +197,26 @@ class _InTargetGroup(nn.Module):
 
 
 def _get_embeddings(target: nn.Module) -> nn.Module | None:
-    """Return the embeddings, which gpt-oss names differently."""
+    """Return the embeddings, which have a different name in gpt-oss."""
     text = _get_text_model(target).model
     return getattr(text, "embed_tokens", getattr(text, "embedding", None))
 
 
 def _get_output_matrix(target: nn.Module) -> nn.Module | None:
-    """Return the output matrix. Some targets use their embeddings."""
+    """Return the output matrix, which is the embedding matrix in some targets."""
     return getattr(_get_text_model(target), "lm_head", _get_embeddings(target))
 
 
 def _get_text_model(target: Any) -> Any:
-    """Return the part of a multimodal model that generates."""
+    """Return a multimodal model's language model, or the model itself if it has no such part."""
     return target.get_language_model() if hasattr(target, "get_language_model") else target
 
 
 def share_modules(target: nn.Module, head: Any, group: GroupCoordinator | None = None) -> None:
-    """Share the target's embeddings and output matrix with a head whose checkpoint has none, or an equal copy.
+    """Share the target's embeddings and output matrix with a head whose checkpoint lacks them or has equal copies.
 
     Args:
-        group: The target's ranks; shared modules run in them even if each rank has the whole head.
+        group: The target's ranks. Shared modules run on these, even if each rank has the whole head.
     """
     embeddings = _get_embeddings(target)
     if embeddings is None:
@@ -233,18 +234,18 @@ def share_modules(target: nn.Module, head: Any, group: GroupCoordinator | None =
         shared |= {"lm_head", "head"}
         _replace(head, "lm_head", output)
         for module in head.modules():
-            # As in DeepSeek's models: each layer has its own output head after a norm.
+            # In DeepSeek's models, for example, each layer has its own output head after a norm.
             if hasattr(module, "shared_head"):
                 _replace(module.shared_head, "head", output)
-    load = head.load_weights  # of a later update too, which may bring older copies of the target's matrices
+    load = head.load_weights  # later updates may contain older copies of the target's matrices
     head.load_weights = lambda new: load(pair for pair in new if not shared.intersection(pair[0].split(".")[-2:-1]))
 
 
 def _has_no_matrix(head: nn.Module, flag: str, head_module: nn.Module | None, target_module: nn.Module | None) -> bool:
-    """Return whether a head has no matrix of its own.
+    """Return whether a head either has no matrix of its own or has an equal copy of the target's.
 
-    vLLM sets the flag, in classes that have it, if the checkpoint contains such a matrix. Step 3.5 has one in each MTP
-    layer instead of `head_module`.
+    In classes that have the flag, vLLM sets it if the checkpoint contains such a matrix. Step 3.5 has a matrix in each
+    MTP layer instead of `head_module`.
     """
     if not getattr(head, flag, False):
         return True
@@ -266,7 +267,7 @@ def _replace(owner: nn.Module, name: str, module: nn.Module | None) -> None:
 
 
 def _output_layer_states(target: LoadedModel, head: LoadedModel, spec_config: SpeculativeConfig) -> None:
-    """Make the target return the combined states of the layers that the head reads."""
+    """Make the target return the combined hidden states from the layers that the head reads."""
     layers = get_aux_layers(spec_config)
     read = f"layers {shown(list(layers))}" if layers else "its layers"
     unsupported = UnsupportedConfigError(
@@ -279,7 +280,7 @@ def _output_layer_states(target: LoadedModel, head: LoadedModel, spec_config: Sp
     target.model.set_aux_hidden_state_layers(tuple(layers))
 
     def combined(output: Any, inputs: Inputs) -> Hidden:
-        # A class may inherit the interface without supporting it, and a checkpoint may name layers that do not exist.
+        # A class may inherit the interface but not support it, and a checkpoint may name layers that do not exist.
         if not isinstance(output, tuple) or len(output[1]) != len(layers):
             raise unsupported
         last, layer_states = output
@@ -290,6 +291,6 @@ def _output_layer_states(target: LoadedModel, head: LoadedModel, spec_config: Sp
 
 
 def get_aux_layers(spec_config: SpeculativeConfig) -> Sequence[int] | None:
-    """Return the layers that the head's configuration names, if any."""
+    """Return the layers listed in the head's configuration, if any."""
     nested = getattr(spec_config.draft_model_config.hf_config, "eagle_config", None) or {}
     return get_eagle3_aux_layers_from_config(spec_config) or nested.get("eagle_aux_hidden_state_layer_ids")

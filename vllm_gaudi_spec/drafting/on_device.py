@@ -1,4 +1,4 @@
-"""Drafting on the device, between verification and report, so that it supports async scheduling."""
+"""Drafting on the device, between verification and the step's report, which supports async scheduling."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class DeviceRowLimits(RowLimits):
-    """The same limits on the device too, for lengths that only the device knows."""
+    """Row limits that are also stored on the device, for use with lengths that only the device knows."""
 
     def __init__(self, backend: DeviceBackend, max_rows: int, speculation: Speculation, max_model_len: int) -> None:
         super().__init__(max_rows, speculation, max_model_len)
@@ -44,7 +44,7 @@ class DeviceRowLimits(RowLimits):
     def compute_max_drafts_on_device(
         self, rows_B: torch.Tensor, lengths_B: torch.Tensor, limits_B: torch.Tensor
     ) -> torch.Tensor:
-        """Return how many drafts rows of these lengths can use, as int32 [B], at most `limits_B`; runs in a graph."""
+        """Return how many drafts rows of these lengths can use, int32 [B], at most `limits_B`. Runs inside a graph."""
         return torch.minimum(apply_limits(self.table.table_RX.index_select(0, rows_B), lengths_B), limits_B)
 
 
@@ -70,7 +70,7 @@ class DeviceDrafting(Drafting):
         self._shapes = context.shapes
         self._num_drafts = speculation.num_drafts
         self._widths = speculation.widths if proposer.drafts_one_by_one else (speculation.num_drafts,)
-        """Numbers of drafts for which there is a graph."""
+        """Numbers of drafts for which there are graphs."""
         self._mode = speculation.drafting
         self._choice = DraftChoice(speculation, requests, context.sampling)
         self.lookahead = 1 + self._num_drafts if kv_sync.has_kv else 0
@@ -78,7 +78,7 @@ class DeviceDrafting(Drafting):
         self._kv_sync = kv_sync
         self.reports_drafts = kv_sync.has_kv
         if not kv_sync.has_kv:
-            # Without a model, and if k is fixed, drafts cost less than the graphs of passes that make none.
+            # Without a model and with a fixed k, drafts cost less than extra graphs for passes without drafts.
             always = context.drafter is None and len(speculation.widths) == 1
             self.pass_drafts = (self._num_drafts,) if always else (0, self._num_drafts)
         self._draft_rows = requests.backend.graphs.graph(self._draft_on_device)
@@ -95,7 +95,7 @@ class DeviceDrafting(Drafting):
         if restarted:
             self._kv_sync.on_faulty(restarted)
         if excluded:
-            self._kv_sync.invalidate(excluded)  # other requests would share blocks that may be the cause
+            self._kv_sync.invalidate(excluded)  # these blocks may be the cause, and other requests could share them
         for request in excluded:
             self._row_limits.exclude(request.row)
         self._row_limits.table.flush()
@@ -109,8 +109,8 @@ class DeviceDrafting(Drafting):
         return self._cap_drafts(requests, np.array(num_scheduled, dtype=np.int32))
 
     def _cap_drafts(self, requests: list[Request], limit: int | np.ndarray) -> np.ndarray:
-        """Return the most drafts that each request may have, whatever is in flight; int32."""
-        # With async scheduling `num_computed` counts the drafts of the step in flight as accepted.
+        """Return the maximum number of drafts for each request, whatever is in flight, as int32."""
+        # With async scheduling, `num_computed` counts drafts in the step in flight as accepted.
         shortest_np = np.array([request.num_computed for request in requests], dtype=np.int32) + 1 - self._num_drafts
         return self._row_limits.compute_max_drafts(_get_rows(requests), shortest_np, limit)
 
@@ -165,7 +165,7 @@ class DeviceDrafting(Drafting):
         return True
 
     def _make_round_batch(self, sampled: SampledRows, max_drafts: int) -> DraftBatch:
-        """Return the rows of a round: those of the step's decode, which are on the device, or a copy of their own."""
+        """Return a round's rows, which are reused from the step's decode if possible and otherwise copied again."""
         if sampled.decode is not None:
             return DraftBatch(sampled.decode.inputs, sampled.decode.shape.context)
         ends = [end + self.lookahead for end in sampled.ends]
@@ -184,7 +184,7 @@ class DeviceDrafting(Drafting):
         self._recorder.saw(self._signature(batch.inputs.num_rows, batch.context, branch, num_drafts))
         self._draft_rows(batch.inputs, branch, num_drafts)
 
-    # --- what runs on the device ---
+    # --- device ---
 
     def _draft_on_device(self, step: StepInputs, branch: Branch, num_drafts: int) -> None:
         rows = step.split()
@@ -206,7 +206,7 @@ class DeviceDrafting(Drafting):
         request = self._choice.make_request(rows_B, lengths_B, max_drafts_B, blocks, branch, num_drafts, hidden)
         drafts = self._guard.check_drafts(self._proposer.propose(request), request, self._draft_probs.vocab_size)
         self._draft_probs.put(rows_B, drafts)
-        # After everything that may fail, so that rows have no drafts then.
+        # Store drafts after everything that may fail, so that rows have no drafts after a failure.
         self._requests.put_drafts(rows_B, lengths_B, drafts)
         self._kv_sync.on_round_written(rows_B, lengths_B, drafts)
 
@@ -225,7 +225,7 @@ class DeviceDrafting(Drafting):
         return ("draft", num_rows, context, branch, num_drafts)
 
     def jobs(self) -> Iterator[Job]:
-        """Yield the drafter's reads, and drafting rounds by rows, context and branch."""
+        """Yield jobs for the drafter's reads, and for drafting rounds by rows, context and branch."""
         yield Job("states", self._row_limits.table.warm_up)
         yield from self._kv_sync.jobs()
         branches = sorted(self._choice.list_branches())
@@ -236,7 +236,7 @@ class DeviceDrafting(Drafting):
             yield Job(DRAFTS, run, (signature,), num_rows, branch == Branch())
 
     def propose_for_padding(self, num_rows: int, num_drafts: int) -> None:
-        # Without KV the sampling pass drafts.
+        # Without KV, the sampling pass makes the drafts.
         if not self._kv_sync.has_kv or not (num_drafts or self._kv_sync.reads_every_step):
             return
         context = self._shapes.decode(1, [], num_rows).context

@@ -1,8 +1,8 @@
 """Parallel drafting (PARD and P-EAGLE): all draft tokens of a round come from one forward pass.
 
-A drafter trained for it predicts the first draft token after the newest token, and each further one after a mask token
-that stands for the draft token before it. No draft token depends on another, so each has a fixed distribution given the
-context, which is all that the acceptance rules require.
+A drafter trained for this predicts the first draft token after the newest token, and each later draft token after a
+mask token, which stands for the draft token before it. Draft tokens do not depend on each other, so each one has a
+fixed distribution given the context. The acceptance rules require nothing more.
 
 KV written for mask tokens is always overwritten before another token attends to it.
 """
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 class ParallelModelProposer(AutoregressiveProposer):
     """Drafts with a model that reads each row's unread tokens, followed by mask tokens.
 
-    Accepted draft tokens are unread, since mask tokens stood in their places. So a row has at most k + 1 unread tokens,
-    and a round is one forward pass of [B, 2k].
+    Accepted draft tokens are unread, because the model read mask tokens in their place. A row therefore has at most
+    k + 1 unread tokens, and a round is one forward pass over [B, 2k] tokens.
     """
 
     drafts_one_by_one = False
@@ -70,7 +70,7 @@ class ParallelModelProposer(AutoregressiveProposer):
         num_real_B = num_unread_B + (request.max_drafts_B - 1).clamp(min=0)
         inputs = build_rectangle(tokens_BQ, starts_B, num_real_B, request.blocks, request.row_operations)
         hidden_TH = self._model.forward(inputs).last
-        # Each draft token follows from the output at the position before it; the first, at the newest token.
+        # The output at the previous position predicts each draft token. For the first one, that is the newest token.
         rows_B = torch.arange(len(starts_B), dtype=torch.int32, device=starts_B.device)
         newest_B = rows_B * num_queries + (num_unread_B - 1).clamp(min=0)
         index_KB = newest_B + offsets_Q[: request.num_drafts, None]
@@ -78,21 +78,21 @@ class ParallelModelProposer(AutoregressiveProposer):
 
 
 def _take_tokens(request: DraftRequest, positions_BQ: torch.Tensor) -> torch.Tensor:
-    """Return int32, in the shape of `positions_BQ`: tokens of the rows' histories at these positions."""
+    """Return the tokens at these positions in the rows' histories, as int32 in the shape of `positions_BQ`."""
     width = request.history_RM.shape[1]
     index_BQ = request.rows_B[:, None] * width + positions_BQ.clamp(max=width - 1)
     return request.history_RM.view(-1).index_select(0, index_BQ.flatten()).view(index_BQ.shape)
 
 
 class ParallelModelKVSync(DraftModelKVSync):
-    """KV sync of a draft model whose rounds write the KV of the rows' own tokens, but not of draft tokens."""
+    """KV sync for a draft model whose rounds write KV for the rows' own tokens but not for draft tokens."""
 
     def count_read(self, rows_B: torch.Tensor) -> torch.Tensor:
-        """Return int32 [B]: the number of tokens of each row that the drafter has read."""
+        """Return the number of tokens in each row that the drafter has read, int32 [B]."""
         return self._reach_R.index_select(0, rows_B)
 
     def limit_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
-        """Return `max_drafts_B`, or 0 for rows with more unread tokens than a step samples."""
+        """Return `max_drafts_B`, or 0 for rows with more unread tokens than a step can sample."""
         return torch.where(self.count_read(rows_B) >= lengths_B - (1 + self._num_drafts), max_drafts_B, 0)
 
     def on_round_written(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
@@ -104,9 +104,10 @@ class ParallelModelKVSync(DraftModelKVSync):
 
 
 class ParallelHeadProposer(HeadProposer):
-    """Drafts with a head whose KV sync has read each row's newest token: only mask tokens are left to read.
+    """Drafts with a head whose KV sync has already read each row's newest token, so a round only reads mask tokens.
 
-    A mask token is paired with a learned state in place of the target's. A round is one forward pass of [B, k - 1].
+    A mask token is paired with a learned state instead of a target state. A round is one forward pass over [B, k - 1]
+    tokens.
     """
 
     drafts_one_by_one = False
@@ -131,10 +132,10 @@ class ParallelHeadProposer(HeadProposer):
         return _choose_drafts(self._model, self._translation, request, torch.cat(states))
 
     def _read_masks(self, request: DraftRequest) -> tuple[torch.Tensor, ...]:
-        """Return the hidden states, [B, H], of each column of mask tokens."""
+        """Return the hidden states, [B, H], for each column of mask tokens."""
         shape = (len(request.rows_B), request.num_drafts - 1)
         num_masks_B = (request.max_drafts_B - 1).clamp(min=0)
-        # As in `HeadProposer.propose`: positions of a head are one less than the target's.
+        # As in `HeadProposer.propose`, a head's positions are one less than the target's.
         starts_B = torch.where(num_masks_B > 0, request.lengths_B - 1, 0)
         masks_BQ = torch.full(shape, self._mask_token, dtype=torch.int32, device=starts_B.device)
         inputs = build_rectangle(masks_BQ, starts_B, num_masks_B, request.blocks, request.row_operations)
@@ -146,10 +147,10 @@ class ParallelHeadProposer(HeadProposer):
 
 
 def _choose_drafts(model: Model, translation: Translation, request: DraftRequest, hidden_NH: torch.Tensor) -> Drafts:
-    """Choose the draft tokens of a round.
+    """Choose a round's draft tokens.
 
     Args:
-        hidden_NH: N = K * B states that draft tokens follow from: those of all first ones, all second ones, and so on.
+        hidden_NH: N = K * B states that predict the draft tokens: B states for the first ones, B for the second, etc.
     """
     logits_NV = translation.to_target(model.logits(hidden_NH))
     by_position = logits_NV.split(len(request.rows_B))

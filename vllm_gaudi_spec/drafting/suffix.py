@@ -1,9 +1,9 @@
-"""Suffix decoding (arXiv 2411.04975): propose the most frequent continuation of the text's last tokens.
+"""Suffix decoding (arXiv 2411.04975), which proposes the most frequent continuation of the text's last tokens.
 
-Each suffix of the text is looked up in the request's own text and in the responses of finished requests. From a suffix
-of m tokens the path continues with the most frequent next token while the probability of the whole path is at least
-min_token_prob, for at most max_spec_factor * m tokens, and at most max_tree_depth including the suffix. The path with
-the largest sum of probabilities wins: the expected number of accepted drafts.
+Each suffix of the text is looked up in the request's own text and in the responses of finished requests. A path starts
+from a suffix of m tokens and repeatedly appends the most frequent next token. It ends before the probability of the
+whole path falls below min_token_prob, after max_spec_factor * m tokens, or at max_tree_depth tokens including the
+suffix. The path with the largest sum of probabilities wins. This sum is the expected number of accepted drafts.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.base import DraftingContext
 
 NOTHING = -1
-"""Neither a position nor a token: separates responses and replaces erased tokens."""
+"""A value that is neither a position nor a token. It separates responses and replaces erased tokens."""
 
 MAX_OCCURRENCES = 16
-"""Number of occurrences of a pattern that are compared, newest first. More of them cost time without raising
+"""Maximum number of a pattern's occurrences to compare, newest first. More would take longer without raising
 acceptance."""
 
 
 class SuffixProposer:
-    """Proposer over a suffix cache. The options are vLLM's `suffix_decoding_*`."""
+    """Proposes tokens from a suffix cache. The arguments are vLLM's `suffix_decoding_*` options."""
 
     def __init__(
         self, max_tree_depth: int, max_cached_requests: int, max_spec_factor: float, min_token_prob: float
@@ -39,7 +39,7 @@ class SuffixProposer:
         self.min_token_prob = min_token_prob
         self._cache = SuffixCache(max_tree_depth, max_cached_requests)
         self._fed: dict[str, tuple[int, np.ndarray]] = {}
-        """Maps active requests to the length of the prompt, and all tokens that the cache has."""
+        """Maps active requests to the prompt length and all tokens that the cache contains."""
 
     @classmethod
     def build(cls, context: DraftingContext) -> SuffixProposer:
@@ -75,7 +75,7 @@ class SuffixProposer:
         return draft.token_ids
 
     def _feed(self, context: Context) -> None:
-        """Give the cache the tokens that it lacks; a text that does not continue the previous one replaces it."""
+        """Add missing tokens to the cache. A text that does not continue the previous one replaces it."""
         num_prompt, fed_np = self._fed.get(context.req_id, (context.num_prompt, context.tokens_np[:0]))
         if num_prompt != context.num_prompt or not np.array_equal(context.tokens_np[: fed_np.size], fed_np):
             self.forget([context.req_id])
@@ -89,30 +89,30 @@ class SuffixProposer:
 
 
 def _copy_tokens(tokens_np: np.ndarray) -> np.ndarray:
-    """Return a contiguous copy, since the context's view does not outlive the call."""
+    """Return a contiguous copy, because the context's view is valid only during the call."""
     return np.array(tokens_np, dtype=np.int32)
 
 
 class Draft(NamedTuple):
     token_ids: list[int] = []  # noqa: RUF012  (never changed)
     score: float = 0.0
-    """The expected number of accepted tokens: the sum of their probabilities, each that of the path up to it."""
+    """Expected number of accepted tokens, which is the sum of the path probabilities at each token."""
 
 
 class SuffixCache:
-    """The texts of active requests, and the responses of the last `max_cached_requests` that ended."""
+    """The texts of active requests, and the responses of the last `max_cached_requests` requests that ended."""
 
     def __init__(self, max_tree_depth: int, max_cached_requests: int) -> None:
         self.max_tree_depth = max_tree_depth
         self.max_cached_requests = max_cached_requests
         self._active: dict[str, tuple[int, Text]] = {}
-        """Maps requests to the start of the response, and the text of prompt and response."""
+        """Maps requests to the start of the response and the text of prompt and response."""
         self._past = Text(max_tree_depth)
         self._cached: dict[str, tuple[int, int]] = {}
-        """Maps requests, oldest first, to the range of `_past` that is the response."""
+        """Maps requests, oldest first, to the range of their response in `_past`."""
 
     def start_request(self, req_id: str, prompt_token_ids: Sequence[int] | np.ndarray) -> None:
-        """Start a request. A reused id replaces its earlier response."""
+        """Start a request. If its ID was used before, the earlier response is evicted."""
         if req_id in self._active:
             raise ValueError(f"Request {req_id} is already active.")
         if req_id in self._cached:
@@ -148,9 +148,9 @@ class SuffixCache:
         min_token_prob: float = 0.1,
     ) -> Draft:
         pattern = np.asarray(context)[-self.max_tree_depth :].tolist()
-        # limits[m]: how many drafts a match of m tokens may have.
+        # limits[m]: the maximum number of drafts after a match of m tokens.
         limits = [
-            # Rounds up by a little, so that a factor of 0.1 gives one token for 10 despite its binary representation.
+            # Add a small tolerance, so that a factor of 0.1 gives one token for m = 10 despite binary rounding.
             max(0, min(max_spec_tokens, int(m * max_spec_factor + 1e-6), self.max_tree_depth - m))
             for m in range(len(pattern) + 1)
         ]
@@ -159,24 +159,24 @@ class SuffixCache:
 
 
 class Text:
-    """A growing text, and a search for what follows a pattern in it.
+    """A growing text that can be searched for the continuations of a pattern.
 
-    Instead of a tree, its counts are computed on request, over the positions where the pattern occurs. To find them,
-    positions that end with the same 1, 2, 4 or 8 tokens are chained in hash buckets, newest first. That takes about 40
-    bytes and a microsecond per token; the nodes of a tree in Python would take 1000 bytes.
+    There is no suffix tree. Its counts are computed on demand from the positions where the pattern occurs. To find
+    these, hash buckets chain the positions that end with the same 1, 2, 4 or 8 tokens, newest first. This takes about
+    40 bytes and a microsecond per token, while tree nodes in Python would take 1000 bytes.
     """
 
     def __init__(self, max_depth: int) -> None:
         self._depth = max_depth
-        # The text starts with padding that matches no token, so that no look-back needs a bound.
+        # The text starts with padding that matches no token, so that looking back needs no bounds check.
         self._tokens = array("i", [NOTHING]) * max_depth
         self._dropped = 0
-        """Number of tokens dropped from the start. Positions still count them."""
+        """Number of tokens dropped from the start of the text. Positions still include them."""
         self._sizes = [size for size in (8, 4, 2, 1) if size < max_depth]
         self._heads = [array("i", [NOTHING]) * 1024 for _ in self._sizes]
-        """[size][bucket]: the newest position, as an index of `_tokens`, at which a pattern of the bucket ends."""
+        """[size][bucket]: the newest position, as an index into `_tokens`, where a pattern in the bucket ends."""
         self._earlier = [array("i", self._tokens) for _ in self._sizes]
-        """[size][position]: the position before it in its bucket."""
+        """[size][position]: the previous position in the same bucket."""
 
     @property
     def end(self) -> int:
@@ -190,7 +190,7 @@ class Text:
         self._tokens.extend(np.asarray(token_ids).tolist())
         for size, earlier, heads in zip(self._sizes, self._earlier, self._heads, strict=True):
             while len(heads) < len(self._tokens):
-                # Both halves of a bucket keep the old, mixed chain, since each match is compared anyway.
+                # Both halves of a split bucket keep the old, mixed chain, because matches are compared anyway.
                 heads *= 2
             mask = len(heads) - 1
             tokens = self._tokens[begin + 1 - size :].tolist()
@@ -200,11 +200,11 @@ class Text:
                 heads[key & mask] = index
 
     def erase(self, begin: int, end: int) -> None:
-        """Replace the tokens of a range, so that they are no longer found."""
+        """Replace the tokens in a range, so that they are no longer found."""
         self._tokens[begin - self._dropped : end - self._dropped] = array("i", [NOTHING]) * (end - begin)
 
     def drop_before(self, position: int) -> None:
-        """Free erased tokens before the position, in large pieces, since the rest is moved."""
+        """Free erased tokens before the position. Only large pieces are freed, because the other tokens are moved."""
         count = position - self._dropped - self._depth
         if count <= len(self._tokens) // 2:
             return
@@ -216,13 +216,13 @@ class Text:
         self._dropped += count
 
     def speculate(self, pattern: list[int], limits: list[int], min_prob: float, best: Draft) -> Draft:
-        """Return the best draft after any suffix of the pattern, or `best` if none is better.
+        """Return the best draft after any suffix of the pattern, or `best` if no draft is better.
 
-        `limits[m]` bounds the drafts after a suffix of m tokens.
+        `limits[m]` is the maximum number of drafts after a suffix of m tokens.
         """
         above = len(limits)
         for index, size in enumerate(self._sizes):
-            # A draft's score cannot exceed its length: most searches end here, at the first size.
+            # A draft's score cannot exceed its length, so most searches end after the first size.
             limit = max(limits[size:above], default=0)
             if limit > best.score:
                 matches = self._find_matches(index, pattern, above - 1, limit)
@@ -231,7 +231,7 @@ class Text:
         return best
 
     def _find_matches(self, index: int, pattern: list[int], longest: int, limit: int) -> list[Match]:
-        """Return occurrences of at least the last `size` tokens of the pattern, newest first.
+        """Return occurrences of at least the pattern's last `size` tokens, newest first.
 
         Equal occurrences are merged.
         """
@@ -259,12 +259,12 @@ class Text:
         return matches
 
     def _choose_draft(self, matches: list[Match], size: int, limits: list[int], min_prob: float, best: Draft) -> Draft:
-        """Return the best draft over all suffix lengths that the matches have.
+        """Return the best draft over all suffix lengths that occur in the matches.
 
         A match of m tokens also counts for every shorter suffix.
         """
         sizes = sorted({size - 1, *(match.size for match in matches)})
-        # The same matches count for all sizes between two: only the longest allowed draft is needed.
+        # The same matches count for all sizes between two neighboring ones, so only their highest limit is needed.
         bounds = [(max(limits[low + 1 : high + 1]), high) for low, high in pairwise(sizes)]
         for limit, high in sorted(bounds, reverse=True):
             if limit > best.score:
@@ -275,26 +275,26 @@ class Text:
 
 class Match(NamedTuple):
     size: int
-    """Number of the pattern's last tokens that match."""
+    """Number of matching tokens at the end of the pattern."""
     num_positions: int
-    """Number of occurrences of this window."""
+    """Number of times this window occurs."""
     follow: list[int]
-    """The tokens after it, padded with NOTHING."""
+    """The tokens after the match, padded with NOTHING."""
 
 
 def _follow_most_frequent(paths: list[tuple[int, list[int]]], limit: int, min_prob: float) -> Draft:
-    """Return the most frequent path. `paths` contains how often each was seen, and its tokens."""
+    """Return the most frequent path. `paths` contains the number of occurrences and the tokens of each path."""
     token_ids: list[int] = []
     prob, score = 1.0, 0.0
     for i in range(limit):
         counts: dict[int, int] = {}
         for count, tokens in paths:
             counts[tokens[i]] = counts.get(tokens[i], 0) + count
-        # The end of a text or response is no evidence for a next token.
+        # The end of a text or response says nothing about the next token.
         counts.pop(NOTHING, None)
         if not counts:
             break
-        # Ties go to the newest path: newer paths come first, and `max` takes the first.
+        # Ties go to the newest path, because newer paths come first and `max` returns the first maximum.
         token = max(counts, key=counts.__getitem__)
         prob *= counts[token] / sum(counts.values())
         if prob < min_prob:

@@ -1,4 +1,4 @@
-"""Translation between the vocabularies of target (size V) and drafter (size U)."""
+"""Translation between the vocabularies of the target (size V) and the drafter (size U)."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 class Translation(Protocol):
     def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the ids, int32, that the drafter reads for the target's ids."""
+        """Return the drafter's IDs for the given target IDs, as int32."""
         ...
 
     def to_target(self, logits_BU: torch.Tensor) -> torch.Tensor:
-        """Return logits over the target's vocabulary, [B, V]: -inf for ids that must not be drafted."""
+        """Return logits over the target's vocabulary, [B, V], with -inf for IDs that must not be drafted."""
         ...
 
 
 class SameVocabulary:
-    """Translation between equal vocabularies. Each model may pad its output matrix to another size."""
+    """Translation between equal vocabularies. The models' output matrices may be padded to different sizes."""
 
     def __init__(self, vocab_size: int, drafter_size: int) -> None:
         self._vocab_size = vocab_size
         self._largest = drafter_size - 1
 
     def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
-        # Prompts given as ids may contain ids of the padding beyond the tokenizer.
+        # Prompts given as IDs may contain padding IDs beyond the tokenizer.
         return tokens.clamp(max=self._largest)
 
     def to_target(self, logits_BU: torch.Tensor) -> torch.Tensor:
@@ -40,10 +40,10 @@ class SameVocabulary:
 
 
 class MappedVocabulary:
-    """Translates id by id. A target token without a partner is never drafted, and is read as `stand_in`."""
+    """Translates ID by ID. A target token without a partner is never drafted, and the drafter reads `stand_in`."""
 
     def __init__(self, target_to_draft: np.ndarray, draftable: np.ndarray, stand_in: int, device: torch.device) -> None:
-        """Copy the map to the device. `draftable` is indexed by the drafter's ids."""
+        """Copy the map to the device. `draftable` is indexed by drafter IDs."""
         draft_V = torch.tensor(target_to_draft, device=device)
         matched_V = draft_V >= 0
         self._index_V = draft_V.clamp(min=0)
@@ -58,10 +58,10 @@ class MappedVocabulary:
 
 
 class ReducedVocabulary:
-    """Translation for a head that reads the target's vocabulary and predicts a part of it."""
+    """Translation for a head that reads the target's vocabulary but predicts only part of it."""
 
     def __init__(self, output_ids: torch.Tensor, vocab_size: int) -> None:
-        """Index the head's logits. `output_ids` are the target's ids that they cover."""
+        """Build the index. `output_ids` contains the target IDs that the head's logits cover."""
         ids_U = output_ids.cpu().long()
         if not ((ids_U >= 0) & (ids_U < vocab_size)).all():
             raise UnsupportedConfigError(
@@ -81,10 +81,10 @@ class ReducedVocabulary:
 
 
 class DrafterVocabulary:
-    """Identity: drafts are in the drafter's own vocabulary, and the host rewrites them."""
+    """Identity translation: drafts stay in the drafter's own vocabulary, and the host rewrites them."""
 
     def __init__(self, draftable: np.ndarray, device: torch.device) -> None:
-        """Copy the mask to the device. `draftable` is indexed by the drafter's ids."""
+        """Copy the mask to the device. `draftable` is indexed by drafter IDs."""
         self._draftable_U = torch.tensor(draftable, device=device)
 
     def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:

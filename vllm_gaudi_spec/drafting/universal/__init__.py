@@ -1,6 +1,6 @@
-"""Drafting with any model for any target: where two vocabularies meet.
+"""Drafting with any model for any target, even if their vocabularies differ.
 
-token_bytes.py reads what each token of a tokenizer stands for, vocab_map.py pairs the tokens of two models, and
-pairs.py does so for the models at hand and warns where too little is shared. timeline.py keeps a row's text as the
-drafter reads it and writes its drafts in the target's tokens, over encoder.py. text_drafting.py drafts over both.
+token_bytes.py determines the bytes that each token stands for, and vocab_map.py matches the tokens of two models.
+pairs.py does both for the configured models. timeline.py converts a row's text to the drafter's tokens and converts
+drafts to the target's tokens, using encoder.py. text_drafting.py uses these modules to draft.
 """

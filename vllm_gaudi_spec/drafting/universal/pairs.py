@@ -1,4 +1,4 @@
-"""The relation of two models' vocabularies, read from their tokenizers at start-up."""
+"""The mapping between two models' vocabularies, which is read from their tokenizers at startup."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = init_logger(__name__)
 
 
 def require_same_vocabulary(vllm_config: VllmConfig) -> SameVocabulary:
-    """Check that equal ids are equal tokens, as method `draft_model` requires."""
+    """Check that equal IDs stand for equal tokens, as the method `draft_model` requires."""
     speculative = vllm_config.speculative_config
     assert speculative is not None
     target, draft = vllm_config.model_config, speculative.draft_model_config
-    # vLLM assigns the target's tokenizer to the drafter; its own is next to its weights.
+    # vLLM assigns the target's tokenizer to the drafter, whose own tokenizer is stored with its weights.
     draft_vocab = load_tokenizer(draft.model, draft.revision, draft.trust_remote_code).tokenizer.get_vocab()
     if draft_vocab != _load_tokenizer(target).tokenizer.get_vocab():
         raise UnsupportedConfigError(
@@ -36,7 +36,7 @@ def require_same_vocabulary(vllm_config: VllmConfig) -> SameVocabulary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
-    """Two models with different vocabularies, as their tokenizers describe them."""
+    """Two models with different vocabularies, as described by their tokenizers."""
 
     target: ModelTokenizer
     drafter: ModelTokenizer
@@ -64,7 +64,7 @@ class Pair:
 def _load_tokenizer(model: ModelConfig) -> ModelTokenizer:
     loaded = load_tokenizer(model.tokenizer, model.tokenizer_revision, model.trust_remote_code)
     ids, size = loaded.tokenizer.get_vocab().values(), model.get_vocab_size()
-    # Ids beyond the model's are harmless padding, but the list of tokens by id is as long as the largest id.
+    # IDs beyond the model's vocabulary are harmless padding, but the list of tokens extends to the largest ID.
     if (largest := max(ids, default=0)) >= max(len(ids), size):
         raise UnsupportedConfigError(
             f"The tokenizer of {model.model} has {len(ids)} tokens, but its largest id is {largest}, and the model has "
@@ -74,9 +74,10 @@ def _load_tokenizer(model: ModelConfig) -> ModelTokenizer:
 
 
 def _choose_stand_in(drafter: ModelTokenizer) -> int:
-    """Return the token that the drafter reads for target tokens that it lacks, so that each token has a position.
+    """Return the token that the drafter reads in place of target tokens it lacks, so that every token has a position.
 
-    A space means least. The drafter's unk is often its end of text, which means that a document ended.
+    This is a space, because it carries the least meaning. The drafter's unk token is often its end-of-text token, which
+    would mean that a document has ended.
     """
     ids: list[int] = drafter.tokenizer.encode(" ", add_special_tokens=False)
     return ids[0] if ids else 0

@@ -1,9 +1,9 @@
-"""Drafting with a model that reads the target's text in its own tokens and at its own positions.
+"""Drafting with a model that reads the target's text using its own tokens and positions.
 
-The host keeps each row's text in the drafter's tokens, so drafting follows the step's device-to-host sync. The first
-pass of a round reads the unread tokens if there are few; more of them, such as a prompt, are read before in the shapes
-of prompt chunks. The cause of the lag makes no difference: a new or resumed row, a cached prefix, or a while without
-drafting. The proposer runs on the device, in static shapes.
+The host stores each row's text as drafter tokens, so drafting runs after the step's device-to-host sync. The first pass
+in a round reads the unread tokens if there are few. If there are more, as for a prompt, they are read first, in the
+shapes of prompt chunks. It makes no difference why a row lags: it may be new or resumed, have a cached prefix, or have
+gone without drafts for a while. The proposer runs on the device with static shapes.
 
 N is the number of tokens that a row reads in a pass.
 """
@@ -45,18 +45,18 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.step_inputs import RowInputs
 
 
-# How many tokens a text may shrink by when its end is encoded again.
+# Maximum number of tokens by which a text may shrink when its end is encoded again.
 _SLACK = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """Tokens that the drafter has to read before it can draft; none for rows that do not draft."""
+    """Tokens that the drafter must read before it can draft. Rows that do not draft have none."""
 
     tokens_BN: torch.Tensor
     """int32, in the drafter's vocabulary."""
     starts_B: torch.Tensor
-    """int32: the position of the first token, in the drafter's count."""
+    """int32: position of the first token, as the drafter counts positions."""
     num_real_B: torch.Tensor
     """int32."""
 
@@ -67,7 +67,7 @@ class RetokenizedProposer:
         self._translation = translation
 
     def read(self, chunk: Inputs) -> None:
-        """Write the KV of a text that is longer than a round reads."""
+        """Write the KV for tokens of a text that is too long for a round to read."""
         self._model.forward(chunk)
 
     def propose(self, request: DraftRequest, unread: Unread) -> Drafts:
@@ -98,8 +98,8 @@ class TextDrafting(Drafting):
     ) -> None:
         """
         Args:
-            context: Its shapes are those for rows as long as the KV region allows.
-            rewriter: Rewrites drafts from the drafter's own tokens to the target's.
+            context: Drafting context whose shapes cover the maximum row length in the KV region.
+            rewriter: Converts drafts from the drafter's own tokens to the target's.
         """
         speculation, requests = context.speculation, context.requests
         row_limits = RowLimits(context.max_rows, speculation, context.max_model_len)
@@ -119,11 +119,11 @@ class TextDrafting(Drafting):
         self._timelines: dict[int, Timeline] = {}
         """Maps rows to timelines."""
         self._num_followed: dict[int, int] = {}
-        """Maps rows to the number of the target's tokens that the timeline contains."""
+        """Maps rows to the number of target tokens that the timeline contains."""
         self._outgrown: dict[int, str] = {}
-        """Maps rows, until they sample again, to requests without drafts because of the drafter's length."""
+        """Maps rows, until they sample again, to requests without drafts due to the drafter's maximum length."""
         self._drafts: dict[str, list[int]] = {}
-        """Maps requests to draft tokens; to zeros, of which only the number counts, if they are on the device."""
+        """Maps requests to draft tokens, or to as many zeros if the tokens are on the device."""
         self._unread_drafts: Drafts | None = None
         self._read_rows = requests.backend.graphs.graph(self._read_on_device)
         self._draft_rows = requests.backend.graphs.graph(self._draft_on_device)
@@ -146,7 +146,7 @@ class TextDrafting(Drafting):
             self._history.exclude(request.row)
 
     def _reset_rows(self, requests: list[Request]) -> None:
-        """Reset what the drafter has read of these requests. Rows without a timeline stay without."""
+        """Reset the timelines for these requests. Rows without a timeline do not get one."""
         for request in requests:
             if request.row in self._timelines:
                 self._timelines[request.row] = Timeline(self._reader)
@@ -200,7 +200,7 @@ class TextDrafting(Drafting):
         self._catch_up([member.request.row for member in members])
         unread = max(self._count_unread(member.request.row) for member in members)
         longest = max(len(self._timelines[member.request.row]) for member in members)
-        # Padding and drafts extend beyond the longest row.
+        # Padding and drafts may extend beyond the longest row.
         context = self._shapes.fit_context(longest + self._widths[-1])
         width = next(width for width in self._widths if width >= unread)
         num_rows, branch = self._shapes.fit_rows(len(step.requests)), self._choice.choose_branch(step.requests)
@@ -211,7 +211,7 @@ class TextDrafting(Drafting):
             self._store_rewritten_drafts(step, members, drafts)
 
     def _apply_own_limit(self, member: DraftingRow) -> DraftingRow | None:
-        """Apply the drafter's own limit, in its own tokens; None for a row that cannot draft."""
+        """Apply the drafter's own limit, counted in its own tokens. Return None for a row that cannot draft."""
         row = member.request.row
         timeline = self._timelines.get(row)
         if timeline is None:
@@ -221,7 +221,7 @@ class TextDrafting(Drafting):
         timeline.extend(new_np.tolist())
         self._num_followed[row] += len(new_np)
         if len(timeline) > self._kv_region.length + _SLACK:
-            del self._timelines[row]  # permanently
+            del self._timelines[row]  # drafting ends permanently for this row
             self._outgrown[row] = member.request.req_id
             return None
         if not timeline.is_complete or not len(timeline):
@@ -235,12 +235,12 @@ class TextDrafting(Drafting):
         return replace(member, max_drafts=max_drafts)
 
     def _count_unread(self, row: int) -> int:
-        """Return the number of unread tokens, at least 1: the logits after the last token are always needed."""
+        """Return the number of unread tokens, at least 1, because the logits after the last token are always needed."""
         timeline = self._timelines[row]
         return max(len(timeline) - timeline.num_read, 1)
 
     def _catch_up(self, rows: list[int]) -> None:
-        """Read until a round can read the rest."""
+        """Read tokens until few enough are left for a round to read."""
         max_unread = self._widths[-1]
         while lagging := sorted(
             (row for row in rows if self._count_unread(row) > max_unread), key=self._count_unread, reverse=True
@@ -253,7 +253,7 @@ class TextDrafting(Drafting):
             self._read_chunks(list(zip(group, counts, strict=True)), shape.rows, shape.queries, shape.context)
 
     def _read_chunks(self, members: list[tuple[int, int]], num_rows: int, width: int, context: int) -> None:
-        """Read chunks. `members` contains rows, and how many tokens each reads."""
+        """Read chunks. `members` contains rows and the number of tokens that each row reads."""
         self._recorder.saw(self._read_signature(num_rows, width, context))
         header_np = np.zeros((4, num_rows), dtype=np.int32)
         header_np[0] = self._requests.pad_row
@@ -273,7 +273,7 @@ class TextDrafting(Drafting):
         context: int,
         branch: Branch,
     ) -> Drafts:
-        """Run a round. `members` are the requests that may draft."""
+        """Run a round. `members` contains the rows that may have drafts."""
         self._recorder.saw(self._signature(num_rows, width, context, branch))
         header_np, ends, unread = np.zeros((4, num_rows), dtype=np.int32), [0] * num_rows, []
         header_np[0] = self._requests.pad_rows(requests, num_rows)
@@ -294,10 +294,10 @@ class TextDrafting(Drafting):
         return StepInputs.pack(header_np, blocks, self._requests.backend.memory.upload, unread_np)
 
     def _pack_unread(self, members: list[tuple[int, int, int]], num_rows: int, width: int) -> np.ndarray:
-        """Pack unread tokens, int32 [B, N + 2], as `_split_unread` splits them.
+        """Pack unread tokens as int32 [B, N + 2], the format that `_split_unread` expects.
 
         Args:
-            members: Index in the batch, row and number of tokens of each.
+            members: Batch index, row and number of tokens for each member.
         """
         small = np.zeros((num_rows, width + 2), dtype=np.int32)
         for index, row, count in members:
@@ -307,7 +307,7 @@ class TextDrafting(Drafting):
             small[index, width:] = begin, count
         return small
 
-    # --- what runs on the device ---
+    # --- device ---
 
     def _read_on_device(self, step: StepInputs) -> None:
         rows = step.split()
@@ -328,12 +328,12 @@ class TextDrafting(Drafting):
             self._draft_probs.put(rows_B, drafts)
             self._requests.put_drafts(rows_B, lengths_B, drafts)
             return drafts.for_host
-        # The host copies tokens but no counts, so the tokens of a faulty row are `FAULTY`.
+        # The host copies tokens but not counts, so mark a faulty row's tokens as `FAULTY`.
         drafts = self._guard.check_drafts(proposed, request, None)
         tokens_BK = torch.where((drafts.num_drafts_B < 0)[:, None], FAULTY, drafts.tokens_BK)
         return Drafts(tokens_BK, drafts.num_drafts_B)
 
-    # --- where drafts go ---
+    # --- storing drafts ---
 
     def _store_drafts(self, members: list[DraftingRow], drafts: Drafts) -> None:
         self._unread_drafts = drafts
@@ -373,9 +373,9 @@ class TextDrafting(Drafting):
             self._draft([], [], num_rows, self._widths[0], self._shapes.contexts[0], Branch())
 
     def jobs(self) -> Iterator[Job]:
-        """Yield reads and drafting rounds. In service nothing is read before a step has sampled."""
+        """Yield jobs for reads and drafting rounds. In service, nothing is read before a step has sampled."""
         shapes, branches = self._shapes, sorted(self._choice.list_branches())
-        for shape in reversed(shapes.prefills()):  # the largest claims the memory for all
+        for shape in reversed(shapes.prefills()):  # largest first, so that it reserves memory for all
             sizes = shape.rows, shape.queries, shape.context
             run = partial(self._read_chunks, [], *sizes)
             yield Job(DRAFTERS_READS, run, (self._read_signature(*sizes),), shape.tokens)

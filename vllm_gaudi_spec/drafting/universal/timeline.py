@@ -1,8 +1,8 @@
 """Conversion of the target's tokens to the drafter's and back, through text.
 
-A timeline is a row's text in the drafter's tokens, and how much of it the drafter has read. A rewriter turns the
-drafter's tokens into tokens of the target that spell the same: string-level exact match. The drafter may then use its
-whole vocabulary, whether the target has its tokens or not.
+A timeline holds a row's text as drafter tokens, and tracks how much of it the drafter has read. A rewriter converts
+drafter tokens to target tokens with the same spelling (string-level exact match). The drafter can then use its whole
+vocabulary, including tokens that the target does not have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_gaudi_spec.drafting.universal.token_bytes import Vocabulary
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reader:
-    """The vocabularies and the encoder with which the drafter reads the target's output."""
+    """The vocabularies and encoder that convert the target's output for the drafter."""
 
     target: Vocabulary
     drafter: Vocabulary
@@ -28,36 +28,36 @@ class Reader:
     target_to_draft: np.ndarray
 
     def get_bytes(self, token: int) -> bytes | None:
-        """Return a token's text; None for special tokens and for ids beyond the tokenizer."""
+        """Return a token's bytes, or None for special tokens and IDs beyond the tokenizer."""
         return self.target.bytes_by_id[token] if token < len(self.target.bytes_by_id) else None
 
     def get_partner(self, token: int) -> int:
-        """Return the drafter's token with the same bytes or role; -1 if there is none."""
+        """Return the drafter's token with the same bytes or role, or -1 if there is none."""
         return int(self.target_to_draft[token])
 
 
 class Timeline:
-    """A row's text in the drafter's tokens.
+    """A row's text as drafter tokens.
 
-    Ordinary tokens are text, which is encoded again at its end. Special tokens are translated by role, and left out if
-    the drafter has none with that role.
+    Ordinary tokens are treated as text, whose end is encoded again when it grows. Special tokens are translated by role
+    and omitted if the drafter has no token with that role.
     """
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._closed = list(reader.encoder.opening)
-        """Tokens before the open segment of text, which cannot change any more."""
+        """Tokens before the open text segment. They no longer change."""
         self._open = Encoded()
         self._text = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._tail: list[int] = []
-        """A token for each byte of an incomplete character at the end."""
+        """One token for each byte of an incomplete character at the end."""
         self._drops_space = reader.target.leading_space
         self._kv: list[int] = []
-        """Tokens that have KV, including those of accepted drafts."""
+        """Tokens that have KV, including accepted drafts."""
         self._num_drafts = 0
         self.is_complete = True
-        """False while the text ends in bytes that the drafter has no tokens for."""
+        """False while the text ends in bytes for which the drafter has no tokens."""
 
     def __len__(self) -> int:
         return len(self._closed) + len(self._open.ids) + len(self._tail)
@@ -78,7 +78,7 @@ class Timeline:
 
     @property
     def open_text(self) -> str | None:
-        """The segment of text at the end; None if it ends within a character."""
+        """The text segment at the end, or None if it ends within a character."""
         return None if self._get_incomplete_bytes() else self._text
 
     def read(self, num_tokens: int) -> None:
@@ -86,25 +86,25 @@ class Timeline:
         self._kv[self.num_read :] = self.tokens(self.num_read, num_tokens)
 
     def drafted(self, num_drafts: int, tokens: Sequence[int] = ()) -> None:
-        """Record that the drafter has read everything and drafted `num_drafts` tokens; the last has no KV.
+        """Record that the drafter has read everything and drafted `num_drafts` tokens, the last of which has no KV.
 
         Args:
-            tokens: The drafts in the drafter's vocabulary, if they are on the host.
+            tokens: The drafts as drafter tokens, if they are on the host.
         """
         self._num_drafts = num_drafts
         self._kv.extend(tokens[:-1])
 
     def verified(self, accepted: Sequence[int]) -> None:
-        """Record the tokens that the target accepted, in its vocabulary.
+        """Record the accepted drafts, given as target tokens.
 
-        Called once after each verification.
+        This is called once after each verification.
         """
-        if len(self._kv) == len(self):  # otherwise `drafted` got the tokens
+        if len(self._kv) == len(self):  # otherwise, `drafted` has recorded the tokens
             self._kv.extend(self._reader.get_partner(token) for token in accepted[: max(self._num_drafts - 1, 0)])
         self._num_drafts = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append new tokens of the target."""
+        """Append new target tokens."""
         same = len(self._closed) + len(self._open.ids)
         for segment, special in self._segments(tokens):
             same = min(same, len(self._closed) + self._write(segment))
@@ -119,7 +119,7 @@ class Timeline:
         del self._kv[same + count_common_prefix(ahead, self.tokens(same, min(same + len(ahead), len(self)))) :]
 
     def _segments(self, tokens: Sequence[int]) -> Iterator[tuple[bytes, int | None]]:
-        """Yield text, each with the special token after it."""
+        """Yield text segments, each with the special token that follows it."""
         pieces: list[bytes] = []
         for token in tokens:
             piece = self._reader.get_bytes(token)
@@ -134,7 +134,7 @@ class Timeline:
     def _write(self, segment: bytes) -> int:
         """Append text to the open segment.
 
-        Return how many of its tokens are unchanged.
+        Returns the number of unchanged tokens in the segment.
         """
         if segment and self._drops_space:
             segment, self._drops_space = segment.removeprefix(b" "), False
@@ -147,7 +147,7 @@ class Timeline:
     def _close(self, special: int) -> None:
         partner = self._reader.get_partner(special)
         self._closed += [*self._open.ids, *([partner] if partner >= 0 else [])]
-        # The target's bos and the one that the drafter's tokenizer adds must not both appear.
+        # Do not keep both the target's bos token and the one that the drafter's tokenizer adds.
         if self._closed == [*self._reader.encoder.opening, *self._reader.encoder.opening]:
             self._closed = list(self._reader.encoder.opening)
         self._open, self._text = Encoded(), ""
@@ -157,7 +157,7 @@ class Timeline:
         return self._decoder.getstate()[0]
 
 
-# How many characters of the text are encoded with a draft, whose first word may continue the last one.
+# Number of preceding characters to encode together with a draft, whose first word may continue the last word.
 _CONTEXT = 48
 
 
@@ -173,9 +173,9 @@ class Rewriter:
         self._draft_to_target = draft_to_target
 
     def rewrite(self, drafts: Sequence[int], text_before: str) -> list[int]:
-        """Return drafts in the target's tokens, after a text that ends in `text_before`.
+        """Return drafts as target tokens, for a text that ends in `text_before`.
 
-        Leaves out an incomplete character at the end, and everything after a special token.
+        Omits an incomplete character at the end and everything after a special token.
         """
         spelled, special = b"", None
         for token in drafts:
@@ -186,7 +186,7 @@ class Rewriter:
             spelled += piece
         text = spelled.decode(errors="ignore")
         if not spelled.startswith(text.encode()):
-            return []  # there are invalid bytes within
+            return []  # there are invalid bytes in the middle
         ids = self._encode(text, text_before[-_CONTEXT:])
         whole = len(text.encode()) == len(spelled)
         return [*ids, special] if special is not None and special >= 0 and whole else ids
@@ -194,8 +194,8 @@ class Rewriter:
     def _encode(self, text: str, text_before: str) -> list[int]:
         together = self._encoder.encode(text_before + text)
         begin = together.count_tokens_before(len(text_before))
-        # None: a token extends across the start of the draft, although the text's last token ends there.
+        # None means that a token extends across the start of the draft, although the text's last token ends there.
         ids = self._encoder.encode(text).ids if begin is None else together.ids[begin:]
         spelled = b"".join(self._target.bytes_by_id[token] or b"" for token in ids)
-        # Some tokenizers add a space in front or normalize characters.
+        # Some tokenizers add a leading space or normalize characters.
         return ids if spelled == text.encode() else []

@@ -1,14 +1,14 @@
-"""Which token of a drafter matches which token of its target.
+"""Matching of a drafter's tokens with its target's tokens.
 
-Two tokens match if they stand for the same bytes. Special tokens, which stand for no text, match if both sides give
-them the same name (such as `<|im_start|>`), unless their roles contradict. The others match by role: end of turn with
-end of turn, end of text with end of text, then any remaining end with any other; bos with bos, pad with pad, unk with
-unk. Names come first so that a tokenizer matches itself id by id even if the two models' configurations name different
-end tokens.
+Two tokens match if they stand for the same bytes. Special tokens do not stand for text. They match if both models give
+them the same name (such as `<|im_start|>`), unless their roles conflict. The remaining special tokens match by role:
+end of turn with end of turn, end of text with end of text, then any other end tokens with each other; bos with bos, pad
+with pad, unk with unk. Names come first so that a tokenizer matches itself ID by ID even if the two models'
+configurations specify different end tokens.
 
-All pairs are mutual, and any pair may be read. Pairs that share nothing but the role of pad or unk are never drafted:
-no target writes those, while the drafter's unk can be a token that it does write (`<|endoftext|>`). The bos token may
-be drafted; in some models it opens every turn.
+All pairs are mutual, and the drafter may read any of them. Pairs that share only the pad or unk role are never drafted:
+a target never writes those tokens, but the drafter's unk can be a token that it does write (`<|endoftext|>`). The bos
+token may be drafted, because it opens every turn in some models.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from vllm_gaudi_spec.drafting.universal.token_bytes import Vocabulary
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabMap:
     target_to_draft: np.ndarray
-    """int32 [target's vocabulary size, with padding]: the drafter's id, -1 if there is none."""
+    """int32 [target's padded vocabulary size]: the drafter's ID, or -1 if there is none."""
     draft_to_target: np.ndarray
-    """int32 [drafter's vocabulary size]: the target's id, -1 if there is none."""
+    """int32 [drafter's vocabulary size]: the target's ID, or -1 if there is none."""
     draftable: np.ndarray
-    """bool [drafter's vocabulary size]: tokens that may be proposed; all of them have a partner."""
+    """bool [drafter's vocabulary size]: whether a token may be proposed. All such tokens have a partner."""
     num_matched: int
 
     def compute_coverage(self) -> dict[str, float]:
-        """Return the share of tokens with a partner, on either side."""
+        """Return the share of tokens that have a partner, for each vocabulary."""
         sides = {"target": self.target_to_draft, "drafter": self.draft_to_target}
         return {side: self.num_matched / len(tokens) for side, tokens in sides.items()}
 
     @classmethod
     def from_pairs(cls, pairs: np.ndarray, draftable: np.ndarray, target_size: int, draft_size: int) -> VocabMap:
-        """Build a map from pairs of a target's and a drafter's id, int32 [n, 2], and `draftable`, bool [n]."""
+        """Build a map from pairs of target and drafter IDs, int32 [n, 2], and `draftable`, bool [n]."""
         target_ids, draft_ids = pairs.T
         target_to_draft = np.full(target_size, -1, dtype=np.int32)
         draft_to_target = np.full(draft_size, -1, dtype=np.int32)
@@ -54,7 +54,7 @@ class VocabMap:
 
 
 def match_vocabularies(target: Vocabulary, draft: Vocabulary, target_size: int, draft_size: int) -> VocabMap:
-    """Match two vocabularies. Ids beyond a tokenizer or beyond its model have no partner."""
+    """Match two vocabularies. IDs beyond a tokenizer's or a model's vocabulary have no partner."""
     draft_ids = np.fromiter(draft.id_by_bytes.values(), dtype=np.int32)
     partners = map(target.id_by_bytes.get, draft.id_by_bytes, itertools.repeat(target_size))
     target_ids = np.fromiter(partners, dtype=np.int32)
@@ -72,10 +72,10 @@ def match_vocabularies(target: Vocabulary, draft: Vocabulary, target_size: int, 
 
 
 def _special_pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int, int, bool]]:
-    """Yield the target's id, the drafter's id, and whether the pair may be drafted."""
+    """Yield the target's ID, the drafter's ID, and whether the pair may be drafted."""
     taken: set[int] = set()
     taken_draft: set[int] = set()
-    # If several ids have one name, the last one counts.
+    # If several IDs have the same name, the last one is used.
     target_ids, draft_ids = (
         {name: token_id for token_id, name in side.special_names.items()} for side in (target, draft)
     )
