@@ -1,4 +1,4 @@
-"""What users configure through vLLM: `speculative_config` and `additional_config["gaudi_spec"]`."""
+"""The configuration that users pass through vLLM: `speculative_config` and `additional_config["gaudi_spec"]`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ ADDITIONAL_CONFIG_KEY = "gaudi_spec"
 
 
 class UnsupportedConfigError(ValueError):
-    """Raised for what this platform does not support. The message names the option to change.
+    """Raised for configurations that this platform does not support. The message names the option to change.
 
-    Pydantic catches it inside vLLM's configurations; `upstream.raise_refusals_unchanged` raises it again.
+    Pydantic catches this error in vLLM's configurations, and `upstream.raise_refusals_unchanged` raises it again.
     """
 
 
 class UnusableInstallationError(UnsupportedConfigError):
-    """Raised if vLLM cannot run here at all. The message has the remedy, so no traceback is needed."""
+    """Raised if vLLM cannot run at all. The message contains the remedy, so no traceback is needed."""
 
 
 def in_one_line(error: BaseException) -> str:
-    """Format an error as a single line, for the end of the output."""
-    details = getattr(error, "errors", None)  # pydantic's list of what failed
+    """Format an error as a single line, to print at the end of the output."""
+    details = getattr(error, "errors", None)  # pydantic's list of validation errors
     if callable(details):
         message = "; ".join(": ".join([*map(str, item["loc"]), item["msg"]]) for item in details())
     else:
@@ -45,11 +45,11 @@ def format_size(num_bytes: int) -> str:
 
 
 OTHER_MODEL = "use a model in bfloat16 or float16"
-"""The remedy if a quantized checkpoint cannot be read."""
+"""The remedy to suggest if a quantized checkpoint cannot be read."""
 
 
 def explain_pickled_weights(model: str, file: str | Path) -> str:
-    """Return why pickled weights are not read."""
+    """Return an explanation of why pickled weights are not read."""
     return (
         f"The weights of {model} are pickles ({Path(file).name}), and reading a pickle runs code in it; "
         "give a folder with *.safetensors (see SECURITY.md for how to make them)."
@@ -57,14 +57,14 @@ def explain_pickled_weights(model: str, file: str | Path) -> str:
 
 
 REFUSED_ADAPTER = "cannot be served"
-"""Part of every message about a bad LoRA adapter. The server recognizes it, as errors arrive there as text."""
+"""Part of every message about an invalid LoRA adapter. The server matches this text, since it receives only text."""
 
 
 def ranks_in_step(vllm_config: VllmConfig, model: ModelConfig | None = None) -> int:
-    """Return how many data-parallel ranks run each forward together, which is 1 without experts.
+    """Return the number of data-parallel ranks that run each forward pass together, which is 1 without experts.
 
     Args:
-        model: The model to check if it is not the configuration's, such as a head.
+        model: The model to check, if it is not the one in the configuration, such as a head.
     """
     parallel, model = vllm_config.parallel_config, model or vllm_config.model_config
     return parallel.data_parallel_size if model is not None and model.is_moe else 1
@@ -74,7 +74,7 @@ def get_target_config(vllm_config: VllmConfig) -> ModelConfig:
     """Return the target's configuration. In a drafter's copy of `vllm_config`, `model_config` is the drafter's."""
     spec_config = vllm_config.speculative_config
     target = None if spec_config is None else spec_config.target_model_config
-    return target or vllm_config.model_config  # not set for n-gram, suffix and custom drafters
+    return target or vllm_config.model_config  # `target_model_config` is not set for n-gram, suffix and custom drafters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ class Options:
 
 
 def _guess_meaning(key: str, options: list[str]) -> str | None:
-    """Return what an unknown key of `additional_config` was probably meant to be, or None."""
+    """Return the key that an unknown key in `additional_config` was probably meant to be, or None."""
     if key in options:
         return f"additional_config.{ADDITIONAL_CONFIG_KEY}.{key}"
     if key != ADDITIONAL_CONFIG_KEY and get_close_matches(str(key).lower(), [ADDITIONAL_CONFIG_KEY]):
@@ -145,7 +145,7 @@ def _guess_meaning(key: str, options: list[str]) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """Format a user's value for a message: on one line and of limited length."""
+    """Format a user's value for a message, on one line and with limited length."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
@@ -165,15 +165,15 @@ MAP, RETOKENIZE = "map", "retokenize"
 TLI, SLEM = "tli", "slem"
 FLOAT32, FLOAT16 = "float32", "float16"
 FP8_KV = "fp8_e4m3"
-"""The only --kv-cache-dtype besides the model's. vLLM's other names for e4m3 are changed to this one."""
+"""The only --kv-cache-dtype supported besides the model's dtype. vLLM's other e4m3 names are mapped to this one."""
 REFERENCE, NATIVE = "reference", "native"
 GAUDI2, GAUDI3 = "gaudi2", "gaudi3"
 E4M3_MAX = {GAUDI2: 240.0, GAUDI3: 448.0}
-"""The largest e4m3 number on each Gaudi. Gaudi 2 reserves the highest exponent for infinities, as IEEE 754 does."""
+"""The largest e4m3 number on each Gaudi. Gaudi 2 reserves the highest exponent for infinities, as in IEEE 754."""
 GAUDIS = tuple(E4M3_MAX)
 
 Check = tuple[str, Callable[[Any], bool]]
-"""The description of an option's valid values, and a function that tells whether a value is one."""
+"""A description of an option's valid values, and a function that checks whether a value is valid."""
 
 
 def _one_of(*values: str) -> Check:
@@ -207,7 +207,7 @@ _CHECKS: dict[str, Check] = {
 
 
 def _read_option(name: str, value: Any) -> Any:
-    """Return an option's value, where a list of buckets is sorted and without duplicates."""
+    """Return an option's value. Bucket lists are sorted and deduplicated."""
     expected, is_valid = _CHECKS[name]
     if not is_valid(value):
         raise UnsupportedConfigError(
@@ -217,17 +217,17 @@ def _read_option(name: str, value: Any) -> Any:
 
 
 MAX_DRAFTS = 16
-"""The maximum number of drafts of a request in one step."""
+"""The maximum number of drafts for a request in one step."""
 
-# Limits per request. The first two are those of vLLM's GPU sampler for logit_bias and bad_words.
+# Maximum numbers per request. The first two equal the limits in vLLM's GPU sampler for logit_bias and bad_words.
 MAX_LOGIT_EDITS = 1024
-"""The number of biased tokens, spellings of bad words, and end tokens that min_tokens suppresses."""
+"""The number of biased tokens, bad-word spellings, and end tokens that min_tokens suppresses, counted together."""
 MAX_BAD_WORD_TOKENS = 1024
 """The number of tokens in all spellings of all bad words."""
 MAX_BAD_WORD_TEXT = 16 * MAX_BAD_WORD_TOKENS
 """The number of characters in bad words, checked before they are tokenized."""
 MAX_CONSTRAINT_TEXT = 256 * 1024
-"""The number of characters of a JSON schema, regex, grammar or list of choices. Larger ones take seconds to compile
+"""The number of characters in a JSON schema, regex, grammar or list of choices. Compiling a larger one takes seconds
 and more than 64 MiB, which would delay other requests."""
 
 REQUEST_OPTION = "num_speculative_tokens"
@@ -235,10 +235,10 @@ REQUEST_OPTION = "num_speculative_tokens"
 
 
 UNIVERSAL_DRAFT = "universal_draft"
-"""Our name for vLLM's method `draft_model` with a different vocabulary than the target's."""
+"""Our name for vLLM's method `draft_model` when the drafter and the target have different vocabularies."""
 _DEFAULT_KV_LEN = 2048
 IS_UNIVERSAL, LM_HEAD_QUANTIZATION = "gaudi_spec_universal_draft", "gaudi_spec_lm_head_quantization"
-"""Attributes that `upstream/` gives a speculative configuration: that method, and `draft_lm_head_quantization`."""
+"""Attributes that `upstream/` adds to a speculative configuration, for this method and `draft_lm_head_quantization`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,35 +247,35 @@ class Speculation:
 
     method: str
     num_drafts: int
-    """k: the maximum number of drafts of a row in a step."""
+    """k: the maximum number of drafts per row in a step."""
     rule: str
-    """`rejection_sample_method`, one of `RULES`."""
+    """`rejection_sample_method`: one of `RULES`."""
     drafting: str
-    """`draft_sample_method`: greedy (also n-grams and suffixes), probabilistic or coupled."""
+    """`draft_sample_method`: greedy (also for n-gram and suffix drafters), probabilistic or coupled."""
     drafter_max_len: int | None
-    """The drafter's maximum length, or None without one."""
+    """The drafter's maximum length, or None if it has none."""
     universal: bool = False
-    """Whether the drafter has a different vocabulary than the target."""
+    """Whether the drafter and the target have different vocabularies."""
     universal_context: str = MAP
     """How the drafter reads the context: `map` or `retokenize`."""
     universal_match: str = TLI
-    """How its drafts become target tokens: `tli` or `slem`."""
+    """How drafts become target tokens: `tli` or `slem`."""
     universal_kv_len: int = 0
-    """The number of its own tokens that the drafter keeps per request (`retokenize`)."""
+    """With `retokenize`: how many of its own tokens the drafter keeps per request."""
     smaller_widths: tuple[int, ...] = ()
-    """Numbers of drafts per row below k for which there are decode shapes, in ascending order."""
+    """Numbers of drafts per row below k that have decode shapes, in ascending order."""
     is_adaptive: bool = False
     """`enable_adaptive_verification`: whether the engine chooses how many drafts per row a step verifies."""
     synthetic_rates: tuple[float, ...] = ()
     """For the synthetic rule: the probability that the first i + 1 drafts are all accepted."""
     mask_token: int | None = None
-    """For parallel drafting: the id that stands for unknown tokens in the drafter's input. None if its checkpoint names
-    none."""
+    """For parallel drafting: the ID that stands for unknown tokens in the drafter's input. None if the checkpoint
+    does not specify one."""
     block_size: int = 0
-    """The number of tokens in a block drafter's round, or 0 for other drafters."""
+    """For block drafters: the number of tokens in a round. 0 for other drafters."""
 
     def __post_init__(self) -> None:
-        if self.rule not in RULES:  # one of vLLM's rules that we do not have
+        if self.rule not in RULES:  # one of vLLM's rules that we do not support
             raise UnsupportedConfigError(
                 f"rejection_sample_method {self.rule} is not known here; use one of {', '.join(RULES)} in "
                 "--speculative-config."
@@ -283,17 +283,17 @@ class Speculation:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Return the numbers of drafts per row for which there are decode shapes, in ascending order."""
+        """Return the numbers of drafts per row that have decode shapes, in ascending order."""
         return (*self.smaller_widths, self.num_drafts)
 
     @property
     def retokenizes(self) -> bool:
-        """Whether the drafter reads the text in its own tokens, which the host keeps."""
+        """Whether the drafter reads the text using its own tokens, which the host stores."""
         return self.universal and self.universal_context == RETOKENIZE
 
     @property
     def on_device(self) -> bool:
-        """Whether drafts are made on the device between two steps, as async scheduling requires."""
+        """Whether drafts are made on the device between steps, as async scheduling requires."""
         return self.needs_device and not self.retokenizes
 
     @property
@@ -302,10 +302,10 @@ class Speculation:
         return METHODS[self.method].on_device
 
     def longest(self, max_model_len: int) -> int:
-        """Return the maximum length of a row's context and drafts together."""
-        # A verify step adds one token besides its drafts, which may be the model's last.
+        """Return the maximum combined length of a row's context and drafts."""
+        # A verify step adds one token besides its drafts. This token may take the model's last position.
         longest = max_model_len - 1
-        # A drafter that counts its own tokens has its own limit.
+        # A drafter that counts its own tokens applies its own limit.
         if self.retokenizes or self.drafter_max_len is None:
             return longest
         return min(longest, self.drafter_max_len)
@@ -315,7 +315,7 @@ class Speculation:
         longest = self.longest(max_model_len)
         if not self.block_size:
             return longest
-        # A block begins with the newest token, and the drafter needs positions for all of it.
+        # A block begins with the newest token, and the drafter needs a position for each of its tokens.
         return min(longest, min(self.drafter_max_len or max_model_len, max_model_len) + 2 - self.block_size)
 
     @property
@@ -325,7 +325,7 @@ class Speculation:
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Speculation | None:
-        """Return the speculation of a configuration, or None."""
+        """Return the speculation settings in a configuration, or None without speculation."""
         spec_config = vllm_config.speculative_config
         if spec_config is None:
             return None
@@ -361,8 +361,9 @@ _GOLDEN_RATIO = (1 + 5**0.5) / 2
 def _list_smaller_widths(spec_config: SpeculativeConfig, max_rows: int) -> tuple[int, ...]:
     """Return the numbers of drafts per row, from 1 to k - 1, that a step may verify.
 
-    Adaptive verification chooses among positions per row that differ by the golden ratio: each choice has graphs of its
-    own, and with powers of two the best number of drafts is often far from all choices.
+    Adaptive verification chooses among numbers of positions per row that form a sequence with the golden ratio. Each
+    choice needs its own graphs, so there should be few, but with powers of two the best number is often far from all
+    choices.
     """
     num_drafts = spec_config.num_speculative_tokens
     schedule = spec_config.num_speculative_tokens_per_batch_size or ()
@@ -374,12 +375,12 @@ def _list_smaller_widths(spec_config: SpeculativeConfig, max_rows: int) -> tuple
     return tuple(sorted(width for width in widths if 0 < width < num_drafts))
 
 
-# The names of the mask token in checkpoints: of speculators and DFlash, PARD, P-EAGLE, DSpark.
+# Names of the mask token in checkpoints: speculators and DFlash, PARD, P-EAGLE, DSpark.
 _MASK_TOKEN_NAMES = ("mask_token_id", "pard_token", "ptd_token_id", "dspark_noise_token_id")
 
 
 def find_mask_token(spec_config: SpeculativeConfig) -> int | None:
-    """Return the mask token of a drafter that drafts in parallel."""
+    """Return the mask token for a parallel drafter, or None."""
     if not (spec_config.parallel_drafting and has_model(spec_config.method)):
         return None
     config = spec_config.draft_model_config.hf_config
@@ -388,9 +389,9 @@ def find_mask_token(spec_config: SpeculativeConfig) -> int | None:
 
 
 def count_mtp_layers(spec_config: SpeculativeConfig) -> int:
-    """Return the number of MTP layers of a checkpoint; 1 if it does not say.
+    """Return the number of MTP layers in a checkpoint, or 1 if it is not specified.
 
-    vLLM's `n_predict` misses GLM-OCR's number, which is in the configuration of its text model.
+    vLLM's `n_predict` does not include GLM-OCR's number, which is in the text model's configuration.
     """
     config = spec_config.draft_model_config.hf_config
     text_config = getattr(config, "text_config", None)
@@ -398,7 +399,7 @@ def count_mtp_layers(spec_config: SpeculativeConfig) -> int:
 
 
 def _count_block_tokens(spec_config: SpeculativeConfig) -> int:
-    """Return the number of tokens in a block, 0 for drafters that fill none."""
+    """Return the number of tokens in a block, or 0 for drafters that do not fill blocks."""
     method = METHODS.get(spec_config.method)
     if method is None or not method.fills_block:
         return 0
@@ -410,7 +411,7 @@ def _count_block_tokens(spec_config: SpeculativeConfig) -> int:
 def _choose_drafter_kv_len(vllm_config: VllmConfig, options: Options) -> int:
     """Return how many of its own tokens the drafter keeps per request.
 
-    A text may have more drafter tokens than target tokens, but vLLM limits the drafter's context to the target's.
+    A text may consist of more drafter tokens than target tokens, but vLLM limits the drafter's context to the target's.
     """
     spec_config = vllm_config.speculative_config
     model = spec_config.draft_model_config

@@ -1,7 +1,7 @@
-"""Tables of drafting methods and acceptance rules, with the facts that are needed before PyTorch is imported.
+"""Tables of drafting methods and acceptance rules, with the facts needed before PyTorch is imported.
 
-A method's drafter is a class in `drafting/`; `drafting/load.py` imports it. A rule is the function `verify` of the
-module in `sampling/rules/` with the rule's name; `sampling/rules/registry.py` imports it.
+A method's drafter is a class in `drafting/`, imported by `drafting/load.py`. A rule is the function `verify` in the
+module named after the rule in `sampling/rules/`, imported by `sampling/rules/registry.py`.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ class Method:
     """A drafting method."""
 
     proposer: str
-    """Module in `drafting/` and class, with a class method `build`."""
+    """Module in `drafting/` and class name. The class has a class method `build`."""
     parallel_proposer: str = ""
-    """Likewise, for `parallel_drafting`, if that is another one."""
+    """The same for `parallel_drafting`, if it uses a different class."""
     about: str
     """Plain description of how it drafts."""
     on_device: bool
-    """Whether it drafts on the device, and so supports async scheduling.
+    """Whether the method drafts on the device and therefore supports async scheduling.
 
-    Others draft on the host, after the device-to-host sync of a step.
+    Other methods draft on the host, after a step's device-to-host sync.
     """
     has_model: bool = False
-    """Whether the drafter is a model, loaded next to the target. Others look up tokens or are a user's class."""
+    """Whether the drafter is a model. Other drafters look up tokens or are user-defined classes."""
     has_kv: bool = False
-    """Whether the drafter has KV of its own, in the target's blocks or beside them."""
+    """Whether the drafter has its own KV, inside or outside the target's blocks."""
     reads_hidden_states: bool = False
     """Whether the drafter reads the target's hidden states."""
     model_class: str = "models.LoadedHead"
-    """Module in `drafting/` and class of a loaded model that reads the target's hidden states."""
+    """Module in `drafting/` and class name for a loaded model that reads the target's hidden states."""
     architectures: tuple[str, ...] = ()
-    """Architectures of its checkpoints, with which no other method drafts; empty if the method takes any."""
+    """Checkpoint architectures that only this method uses. Empty if the method accepts any architecture."""
     fills_block: bool = False
-    """Whether one forward pass fills a block, which begins with the newest token."""
+    """Whether one forward pass fills a block of tokens that begins with the newest token."""
     predicts_from_newest: bool = False
-    """Whether the newest token's place in a block predicts a draft token too, unless the checkpoint says otherwise."""
+    """Whether the newest token's place in a block also predicts a draft token, unless the checkpoint disables it."""
     reads_layers: bool = False
-    """Whether the hidden states are those of several of the target's layers, unless the checkpoint names others."""
+    """Whether the drafter reads hidden states from several target layers, unless the checkpoint disables it."""
     in_target: bool = False
     """Whether the target's checkpoint contains the drafter's layers, so that users need not name a model."""
     remembers_requests: bool = False
     """Whether the drafter also drafts from the tokens of finished requests."""
     options: tuple[str, ...] = ()
-    """Options of `speculative_config` that are refused with other methods."""
+    """Options in `speculative_config` that other methods reject unless they also list them."""
     in_vllm: bool = False
-    """Whether vLLM accepts this value of `method`; `upstream/` adds the others."""
+    """Whether vLLM itself accepts this value of `method`. `upstream/` adds support for other methods."""
 
     @property
     def is_head(self) -> bool:
-        """Whether the drafter is a head: a small model on the target's hidden states, with KV of its own."""
+        """Whether the drafter is a head: a small model that reads the target's hidden states and has its own KV."""
         return self.reads_hidden_states and self.has_kv
 
 
@@ -152,7 +152,7 @@ METHODS = {
 def has_model(method: str | None) -> bool:
     """Return whether the method's drafter is a model.
 
-    True also for vLLM's methods that are not in the table: vLLM loads a model before the method can be refused.
+    This is also true for vLLM methods that are not in the table, because vLLM loads a model before we can reject them.
     """
     return method not in METHODS or METHODS[method].has_model
 
@@ -169,12 +169,12 @@ class AcceptanceRule:
     about: str
     """Short description of its purpose."""
     needs_probs: bool = False
-    """Whether it reads the probabilities that drafts were sampled from.
+    """Whether the rule reads the distributions that drafts were sampled from.
 
-    Without them (greedy or coupled drafting) the strict rule runs instead, which then has the same distribution.
+    Without these (in greedy or coupled drafting), the strict rule runs instead and samples the same distribution.
     """
     in_vllm: bool = False
-    """Whether vLLM accepts this value of `rejection_sample_method`; `upstream/` adds the others."""
+    """Whether vLLM itself accepts this value of `rejection_sample_method`. `upstream/` adds support for other rules."""
 
 
 RULES = {

@@ -1,8 +1,9 @@
-"""Metrics beside vLLM's: their Prometheus series, and their way from the scheduler to the front end.
+"""Additional metrics: their Prometheus series, and their transport from the scheduler to the front end.
 
-The scheduler counts its own decisions and what the worker reports. vLLM's `SchedulerStats` carries the figures to the
-front end, whose Prometheus logger exports them (`upstream.carry_metrics`). A new metric needs an entry of `SERIES`, a
-call of `StepMetrics.count`, `count_total` or `set`. docs/reference/metrics.md is generated from it.
+The scheduler counts its own decisions and the events that the worker reports. vLLM's `SchedulerStats` carries the
+figures to the front end, whose Prometheus logger exports them (`upstream.carry_metrics`). A new metric needs an entry
+in `SERIES` and a call to `StepMetrics.count`, `count_total` or `set`. `SERIES` also generates
+docs/reference/metrics.md.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from typing import Any, NamedTuple
 
 from vllm_gaudi_spec.records import NoDraftReason
 
-# Outcomes of audits.
+# Audit outcomes.
 IDENTICAL = "identical"
 TIE = "tie"
 DIFFERENT = "different"
 AUDIT_RESULTS = (IDENTICAL, TIE, DIFFERENT)
-# Why a chosen request is not audited.
+# Reasons that a request selected for an audit is not audited.
 BUSY = "busy"
 ABORTED = "aborted"
 RESET = "reset"
@@ -28,12 +29,12 @@ PROBABILISTIC = "probabilistic"
 INPUTS = "inputs"
 AUDIT_REASONS = (BUSY, ABORTED, RESET, LORA, GRAMMAR, PENALTIES, PROBABILISTIC, INPUTS)
 
-# Kinds of tokens in forwards over prompt chunks.
+# Kinds of tokens in forward passes over prompt chunks.
 REAL = "real"
 PADDING = "padding"
 
 NUM_DRAFTS = "num_drafts"
-"""A label whose values are 0 to k."""
+"""A label with values from 0 to k."""
 
 
 class Series(NamedTuple):
@@ -41,9 +42,9 @@ class Series(NamedTuple):
 
     help: str
     label: str = ""
-    """A label in addition to those of all of vLLM's series."""
+    """An additional label, besides the labels that all vLLM series have."""
     values: tuple[str, ...] = ("",)
-    """All values of the label, except for `NUM_DRAFTS`, whose values depend on k."""
+    """All values of the label. Ignored for `NUM_DRAFTS`, whose values depend on k."""
     is_gauge: bool = False
     speculative: bool = True
     """Whether the series exists only with speculation."""
@@ -53,7 +54,7 @@ class Series(NamedTuple):
 
 
 PREFIX = "gaudi_spec:"
-"""vLLM's own series begin with `vllm:`."""
+"""Prefix of our series. vLLM's own series begin with `vllm:`."""
 STEPS = "gaudi_spec:steps"
 HOST_SYNCS = "gaudi_spec:host_syncs"
 PREFILL_TOKENS = "gaudi_spec:prefill_tokens"
@@ -145,33 +146,33 @@ SERIES = {
 
 
 Figures = dict[str, dict[str, float]]
-"""Maps a metric and a label value to the increment of a counter or the value of a gauge."""
+"""Maps a metric and a label value to a counter's increment or a gauge's value."""
 
 
 STATS_FIELD = "gaudi_spec"
 """The field of vLLM's `SchedulerStats` that carries the figures."""
 
 
-# --- a scheduler's ---
+# --- in the scheduler ---
 
 
 class StepMetrics:
-    """A scheduler's figures since the last call of `take`."""
+    """A scheduler's figures since the last call to `take`."""
 
     def __init__(self) -> None:
         self._news: Figures = {}
         self._reported: dict[tuple[str, str], float] = {}
-        """Maps a metric and a label value to the most recent total or value of a gauge."""
+        """Maps a metric and a label value to the most recent total or gauge value."""
 
     def count(self, name: str, more: float = 1, value: str = "") -> None:
-        """Increment a counter or set a gauge. `value` is that of the series' label, if it has one."""
+        """Increment a counter or set a gauge. `value` is the label value, if the series has a label."""
         series = SERIES[name]
         assert bool(value) == bool(series.label), name
         figures = self._news.setdefault(name, {})
         figures[value] = more if series.is_gauge else figures.get(value, 0) + more
 
     def count_total(self, name: str, so_far: float, value: str = "") -> None:
-        """Update a counter whose total is kept elsewhere. A smaller total adds nothing: counters never decrease."""
+        """Update a counter whose total is kept elsewhere. A smaller total is ignored, since counters never decrease."""
         if (more := so_far - self._reported.get((name, value), 0)) > 0:
             self._reported[name, value] = so_far
             self.count(name, more, value)
@@ -188,11 +189,11 @@ class StepMetrics:
         return news
 
 
-# --- a front end's ---
+# --- in the front end ---
 
 
 class Shown:
-    """Our series in one of vLLM's Prometheus loggers."""
+    """Our series, registered in one of vLLM's Prometheus loggers."""
 
     def __init__(
         self, counter: Any, gauge: Any, labels: list[str], engines: Mapping[int, list[object]], num_drafts: int | None
@@ -202,7 +203,7 @@ class Shown:
         Args:
             counter: The logger's counter class.
             gauge: The logger's gauge class.
-            labels: The labels of all of vLLM's series.
+            labels: The labels that all vLLM series have.
             engines: The values of `labels` for each engine.
             num_drafts: k, or None without speculation.
         """

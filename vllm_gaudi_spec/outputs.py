@@ -1,4 +1,4 @@
-"""Records between the scheduler and its workers: vLLM's with more fields. They are pickled between processes."""
+"""Records exchanged by the scheduler and its workers, which extend vLLM's. They are pickled between processes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vllm_gaudi_spec.upstream.scheduler import SchedulerOutput
 
 
 class DrafterStatus(NamedTuple):
-    """What the workers must do about faults of the drafter."""
+    """The actions that workers must take after drafter faults."""
 
     restarted: tuple[str, ...]
-    """Requests that the drafter must read again from the start, as its state of them may be wrong."""
+    """Requests that the drafter must read again from the start, because its state for them may be wrong."""
     excluded: tuple[str, ...]
     """Requests that are excluded from drafting."""
     is_off: bool
@@ -26,35 +26,35 @@ class DrafterStatus(NamedTuple):
 
 
 class AdaptiveStep(NamedTuple):
-    """The facts about a step that adaptive verification needs when the step is done."""
+    """Facts about a step that adaptive verification needs when the step is done."""
 
     batch_size: int
-    """The number of rows, padded."""
+    """The number of rows, including padding."""
     num_verified: int
-    """The number of drafts per row that the previous step chose, so that this step verifies them."""
+    """The number of drafts per row that this step verifies, as chosen in the previous step."""
     num_drafts: int
-    """The number of drafts per row that this step chose."""
+    """The number of drafts per row chosen in this step."""
     only_decodes: bool
 
 
 @dataclass
 class SpecSchedulerOutput(SchedulerOutput):
-    """The scheduler's output for a step, and how far to draft after it."""
+    """The scheduler's output for a step, extended with information for drafting."""
 
     drafter_status: DrafterStatus | None = None
-    """None if it has not changed."""
+    """The drafter's status, or None if it has not changed."""
     skip_reason: str = NoDraftReason.LOAD
-    """Why no request drafts after this step, if `num_spec_tokens_to_schedule` is 0: a `NoDraftReason`."""
+    """The `NoDraftReason` for which no request drafts after this step, if `num_spec_tokens_to_schedule` is 0."""
     loaded_blocks: list[int] = field(default_factory=list)
-    """KV blocks that a KV connector fills for requests, from this step on."""
+    """KV blocks that a KV connector fills for requests, starting with this step."""
     state_loads: dict[str, int] = field(default_factory=dict)
-    """Maps a request that starts from a snapshot of its recurrent state to the slot to read before the forwards."""
+    """Maps requests that start from a recurrent-state snapshot to the slot to read before the forward passes."""
     state_saves: dict[str, int] = field(default_factory=dict)
-    """Maps a request whose recurrent state is kept to the slot to write after the forwards."""
+    """Maps requests whose recurrent state is kept to the slot to write after the forward passes."""
     is_audit: bool = False
-    """Whether the step's requests are an audit's. The scheduler reads it when the step is done."""
+    """Whether the step's requests belong to an audit. The scheduler reads this when the step is done."""
     adaptive_step: AdaptiveStep | None = None
-    """None without adaptive verification. The scheduler reads it when the step is done."""
+    """None without adaptive verification. The scheduler reads this when the step is done."""
 
 
 # --- from a worker ---
@@ -68,10 +68,10 @@ class CountedOutput(ModelRunnerOutput):
 @dataclass
 class SpeculativeOutput(CountedOutput):
     num_real_drafts: dict[str, int] = field(default_factory=dict)
-    """The number of verified drafts of each request. The scheduler knows only how many positions it scheduled."""
+    """The number of verified drafts for each request. The scheduler only knows how many positions it scheduled."""
     started: tuple[str, ...] = ()
-    """Requests whose prompt ended in this step, or that were resumed after a preemption."""
+    """Requests whose prompt ended in this step or that were resumed after a preemption."""
     why: dict[str, str] = field(default_factory=dict)
-    """Maps a request without drafts to the reason, if the scheduler cannot know it: a `NoDraftReason`."""
+    """Maps requests without drafts to the `NoDraftReason`, if the scheduler cannot know it."""
     draft_rounds: list[DraftRound] = field(default_factory=list)
     """The drafting rounds that finished since the previous step."""

@@ -1,14 +1,14 @@
-"""Records that the parts of a step pass to each other, from the scheduler's output to the report.
+"""Records that are passed between the parts of a step, from the scheduler's output to the report.
 
-Letters at the end of a tensor's name are its dimensions. In every file:
+The letters at the end of a tensor's name denote its dimensions. In every file:
 
-    B  rows of a batch              P  rows of prompt chunks        T  tokens, flat
-    R  rows of the request state    M  tokens of a row's history    L  tokens of a prompt chunk
-    Q  positions a row, k + 1       K  drafts a row                 H  hidden size
-    V  vocabulary of the target     U  vocabulary of the drafter    D  size of an attention head
-    G  KV cache groups              N  KV blocks                    W  blocks of a block table, words of a bit mask
+    B  rows in a batch              P  rows of prompt chunks        T  tokens, flattened
+    R  rows in the request state    M  tokens in a row's history    L  tokens in a prompt chunk
+    Q  positions per row, k + 1     K  drafts per row               H  hidden size
+    V  target vocabulary size       U  drafter vocabulary size      D  attention head size
+    G  KV cache groups              N  KV blocks                    W  blocks in a block table, words in a bit mask
 
-A digit is a dimension of that size. Files that use other letters explain them at the top.
+A digit denotes a dimension of that size. Files that use other letters explain them at the top.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ class PromptScores:
     """Log-probabilities of consecutive prompt tokens, on their way to the host."""
 
     wait: Callable[[], torch.Tensor]
-    """Waits for the copy and returns it: int32 [tokens, 2 * (1 + num_computed) + 1] with ids, scores and ranks side by
-    side."""
+    """Waits for the copy and returns it, as int32 [tokens, 2 * (1 + num_computed) + 1] with IDs, scores and ranks."""
     num_tokens: int
     num_computed: int
-    """Number of the likeliest tokens computed for each position."""
+    """Number of most likely tokens computed for each position."""
     num_requested: int
-    """Number of those that the request asked for."""
+    """Number of most likely tokens that the request asked for."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -58,18 +57,18 @@ class Request:
     seed_words: tuple[int, int]
     prompt: list[int]
     outputs: list[int] = field(default_factory=list)
-    """Output tokens that have reached the host, if the user brought logits processors; else those at admission."""
+    """Output tokens on the host. Updated after admission only if there are custom logits processors."""
     row: int = NO_ROW
     all_token_ids: list[int] = field(default_factory=list)
-    """All tokens at admission: the prompt, and the outputs of a preempted request."""
+    """All tokens at admission: the prompt and, for a resumed request, its earlier outputs."""
     num_computed: int = 0
     prompt_logprobs: list[PromptScores] = field(default_factory=list)
-    """Scores of the prompt chunks computed so far."""
+    """Scores for the prompt chunks computed so far."""
     lora: LoRARequest | None = None
     pooling: PoolingParams | None = None
-    """How to pool the prompt; None if the request generates. `params` is then a placeholder."""
+    """How to pool the prompt, or None if the request generates. If set, `params` is a placeholder."""
     media_end: int = 0
-    """Position after the last image, which only prompt chunks can compute; set where steps are captured."""
+    """Position after the last image, up to which only prompt chunks can compute. Set where steps are captured."""
 
     @property
     def num_prompt(self) -> int:
@@ -82,10 +81,10 @@ DECODE, PREFILL = "decode", "prefill"
 
 
 class Shape(NamedTuple):
-    """`rows` requests with `queries` tokens each, and the size of the context that they attend to.
+    """The shape of a batch: `rows` requests with `queries` tokens each, and the context size.
 
-    `context` is the most tokens of KV per row or, for a decode on a device that lists the blocks of all rows, the most
-    KV blocks in total.
+    `context` is the maximum number of KV tokens per row. For a decode on a device that uses a flat block list, it is
+    the maximum total number of KV blocks.
     """
 
     phase: str
@@ -99,10 +98,10 @@ class Shape(NamedTuple):
 
 
 class SampleShape(NamedTuple):
-    """The positions at which a sampling pass has logits.
+    """The positions for which a sampling pass has logits.
 
-    These are `queries` positions of each of `rows` rows or, if `positions` is not 0, that many of them, listed one by
-    one.
+    If `positions` is 0, these are all `queries` positions in each of `rows` rows. Otherwise, it is the number of listed
+    positions.
     """
 
     rows: int
@@ -112,97 +111,96 @@ class SampleShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A batch on the host: B rows of Q tokens. Rows after those of `requests` are padding."""
+    """A batch on the host, with B rows of Q tokens. Rows beyond `requests` are padding."""
 
     shape: Shape
     requests: list[Request]
-    """The request of each row. Several rows may hold slices of one request's prompt chunk."""
+    """The request for each row. Several rows may contain slices of one request's prompt chunk."""
     starts: list[int]
-    """Position of each row's first token, as the host counts."""
+    """Position of each row's first token, as known to the host."""
     counts: list[int]
-    """Number of tokens per row: exact for a prompt chunk, an upper bound for a decode, whose drafts the device
-    counts."""
+    """Number of tokens per row. This is exact for a prompt chunk but an upper bound for a decode, where only the device
+    knows the number of drafts."""
     ends: list[int]
-    """Most tokens of KV that each row may have when the step ends. For a decode this includes the drafts that follow
-    it."""
+    """Maximum number of KV tokens in each row after the step. For a decode, this includes the drafts that follow."""
     finishes: list[bool]
-    """Whether each row's request samples after it: all do but those whose prompt continues, in a later step or row."""
+    """Whether each row's request samples after this row. It does unless its prompt continues in a later step or row."""
 
     @classmethod
     def make_padding(cls, shape: Shape) -> Planned:
-        """Return a batch without requests, for warm-up."""
+        """Return a batch without requests for warm-up."""
         return cls(shape=shape, requests=[], starts=[], counts=[], ends=[], finishes=[])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch(Planned):
-    """A planned batch whose rows are on the device."""
+    """A planned batch whose rows have been copied to the device."""
 
     inputs: StepInputs
     multimodal: MultimodalInputs | None = None
     token_types_T: torch.Tensor | None = None
-    """int32 [B * Q]: which of its request's two texts a token belongs to; None where no request has two."""
+    """int32 [B * Q]: which of its request's two texts a token belongs to. None if no request has two texts."""
 
 
 class PositionList(NamedTuple):
-    """N of the B * Q positions of a batch. Padding repeats the first one."""
+    """A list of N of the B * Q positions in a batch. Padding repeats the first one."""
 
     index_2N: torch.Tensor
-    """int64: row in the batch and query of each listed position."""
+    """int64: batch row and query index of each listed position."""
     slots_BQ: torch.Tensor
-    """int64: index in the list of each position; arbitrary for positions that are not listed."""
+    """int64: list index of each position. Unlisted positions have arbitrary values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleBatch:
-    """The B rows of a step that sample, at up to Q positions each.
+    """The B rows that sample in a step, at up to Q positions each.
 
-    One pass samples them all, whichever batch computed them. A row that comes from a prompt is a verification of zero
-    drafts.
+    One pass samples all of them, whichever batch computed them. A row at the end of its prompt is treated as a
+    verification of zero drafts.
     """
 
     requests: list[Request]
     shape: SampleShape
     rows_np: np.ndarray
-    """int32 [B]; padding has the pad row."""
+    """int32 [B]: request-state rows. Padding has the pad row."""
     index_np: np.ndarray | None = None
-    """int32 [2, N]: row in the batch and query of each listed position; None for a rectangle."""
+    """int32 [2, N]: batch row and query index of each listed position, or None for a rectangle."""
     slots_np: np.ndarray | None = None
-    """int32 [B, Q]: index in the list of each position; None for a rectangle."""
+    """int32 [B, Q]: list index of each position, or None for a rectangle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledRows:
-    """The rows that sampled in a step, for drafters on the device."""
+    """The rows that sampled in a step, for device drafters."""
 
     requests: list[Request]
     ends: list[int]
-    """Most tokens that each request may have now, including this step's drafts."""
+    """Maximum number of tokens that each request may now have, including this step's drafts."""
     num_queries: int
-    """Number of positions of each row that the step verified."""
+    """Number of positions that the step verified in each row."""
     decode: Batch | None
-    """The step's batch if it is a single decode, so that a drafter can reuse its rows and blocks on the device."""
+    """The step's batch if it is a single decode. A drafter can then reuse its rows and blocks on the device."""
 
 
 class DraftBatch(NamedTuple):
-    """The rows of a drafting round on the device, in a rectangle like that of a decode."""
+    """The rows of a drafting round on the device, which form a rectangle as in a decode."""
 
     inputs: StepInputs
-    """The rows, and blocks with room for the drafts that follow."""
+    """The rows and their blocks, which have room for the drafts."""
     context: int
-    """Size of the blocks, as `Shapes` counts it for decodes."""
+    """Context size, in the same unit as in a decode's `Shape`."""
 
 
 # --- drafts ---
 
 
 class Hidden(NamedTuple):
-    """A model's output: hidden states of tokens."""
+    """A model's output, which consists of hidden states for tokens."""
 
     last: torch.Tensor
-    """States from which logits are computed."""
+    """The states from which logits are computed."""
     carried: torch.Tensor | None = None
-    """States that a head reads beside the following token; None if they are `last`."""
+    """The states that a head reads together with the next token, or None if these are `last`."""
 
 
 class Drafted(NamedTuple):
@@ -211,75 +209,75 @@ class Drafted(NamedTuple):
     tokens_B: torch.Tensor
     """int32"""
     probs_BV: torch.Tensor | None
-    """float32: the distribution that the tokens were drawn from; in probabilistic mode only."""
+    """float32: the distribution that each token was drawn from. Only set in probabilistic mode."""
     sound_B: torch.Tensor | None = None
-    """bool: whether the logits were finite; None where that was not checked."""
+    """bool: whether the logits were sound (no NaN or +inf). None if that was not checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """A request that may draft, for proposers on the host."""
+    """A request that may have drafts, as input for host proposers."""
 
     req_id: str
     tokens_np: np.ndarray
-    """int32 [n]: prompt and outputs. A view that is valid only during the call."""
+    """int32 [n]: prompt and outputs, as a view that is valid only during the call."""
     num_prompt: int
     max_drafts: int
-    """Most drafts that this request can use; at least 1."""
+    """Maximum number of drafts that this request can use, at least 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRequest:
-    """The rows of a step, for proposers on the device. Padding uses the pad row, with `max_drafts` 0."""
+    """The rows to draft for, as input for device proposers. Padding uses the pad row, with `max_drafts_B` 0."""
 
     rows_B: torch.Tensor
-    """int64: rows of the request state."""
+    """int64: request-state rows."""
     history_RM: torch.Tensor
-    """int32: prompt and outputs of every row. Do not read past a row's length."""
+    """int32: prompt and outputs for every row. Values beyond a row's length are undefined."""
     lengths_B: torch.Tensor
-    """int32: number of tokens of each row, including the newest."""
+    """int32: number of tokens in each row, including the newest token."""
     max_drafts_B: torch.Tensor
-    """int32: most drafts that a row can use, from 0 to K."""
+    """int32: maximum number of drafts that each row can use, from 0 to K."""
     num_drafts: int
-    """K."""
+    """Number of drafts to make per row, K."""
     blocks: Blocks
-    """KV blocks of the rows, with room for all drafts but the last; empty if the drafter keeps no KV."""
+    """The rows' KV blocks, with room for all drafts except the last. Empty if the drafter has no KV."""
     row_operations: RowOperations
     choose: Callable[[torch.Tensor, int], Drafted]
-    """Chooses drafts from a drafter's logits [B, V] over the target's ids and the number of earlier drafts.
+    """Chooses drafts, given logits [B, V] over the target's IDs and the number of earlier drafts.
 
-    It applies the configured mode and the rows' temperatures and filters. It may overwrite the logits.
+    It applies the configured mode and the rows' temperatures and filters, and may overwrite the logits.
     """
     hidden: Hidden | None = None
-    """[B, H]: the state that each row's first draft follows from, for drafters that read hidden states."""
+    """[B, H]: the state that predicts each row's first draft, for drafters that read hidden states."""
 
 
 FAULTY = -1
-"""Replaces a row's number of drafts when its drafts cannot be used."""
+"""Replaces the number of drafts in a row whose drafts cannot be used."""
 UNVERIFIED = -2
-"""Replaces a row's number of verified drafts when a grammar or the scheduler removed all of them."""
+"""Replaces the number of verified drafts in a row where a grammar or the scheduler removed all of them."""
 
 
 class Drafts(NamedTuple):
-    """The drafts of a batch."""
+    """The drafts for a batch."""
 
     tokens_BK: torch.Tensor
-    """int32; arbitrary after the first `num_drafts_B` tokens of a row."""
+    """int32. Values after a row's first `num_drafts_B` tokens are arbitrary."""
     num_drafts_B: torch.Tensor
-    """int32: number of drafts of each row, or `FAULTY`."""
+    """int32: number of drafts in each row, or `FAULTY`."""
     probs_BKV: torch.Tensor | None = None
-    """float32: the distribution that each draft was drawn from; in probabilistic mode only."""
+    """float32: the distribution that each draft was drawn from. Only set in probabilistic mode."""
     sound_BK: torch.Tensor | None = None
-    """bool: whether the logits of each draft were finite; None if drafts come from no logits."""
+    """bool: whether the logits for each draft were sound. None if drafts were not made from logits."""
 
     @property
     def for_host(self) -> Drafts:
-        """The drafts as reported to the host, where a faulty row has none."""
+        """The drafts to report to the host, with no drafts for faulty rows."""
         return Drafts(self.tokens_BK, self.num_drafts_B.clamp(min=0))
 
 
 class NoDraftReason(StrEnum):
-    """Why a request decodes without drafts; the label values of a metric (docs/reference/metrics.md)."""
+    """The reason that a request decodes without drafts. It is a metric label value (docs/reference/metrics.md)."""
 
     REQUEST = "request"
     LENGTH = "length"
@@ -293,7 +291,7 @@ class NoDraftReason(StrEnum):
 
 
 class DraftRound(NamedTuple):
-    """The outcome of one drafting round, as a worker reports it."""
+    """The outcome of a drafting round, as reported by a worker."""
 
     faulty: tuple[str, ...] = ()
     """Requests whose drafts could not be used."""
@@ -305,44 +303,44 @@ class DraftRound(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """The result of a sampling pass for B rows at Q positions each.
+    """The result of a sampling pass for B rows with Q positions each.
 
-    An acceptance rule fills in the tokens and their number, and the pass around it the rest.
+    The acceptance rule sets the tokens and their number, and the sampling pass sets the other fields.
     """
 
     tokens_BQ: torch.Tensor
-    """int32; only the first `num_sampled_B` tokens of a row count."""
+    """int32. Only the first `num_sampled_B` tokens in a row are valid."""
     num_sampled_B: torch.Tensor
-    """int32: number of accepted drafts plus one; 0 for rows that do not sample in this step."""
+    """int32: number of accepted drafts plus one, or 0 for rows that do not sample in this step."""
     logprobs: LogprobsTensors | None = None
-    """B * Q rows: the sampled token and the likeliest tokens."""
+    """B * Q rows, each for the sampled token and the most likely tokens."""
     scores: LogprobsTensors | None = None
-    """B * Q rows: the sampled token and the tokens that a request named."""
+    """B * Q rows, each for the sampled token and the tokens that a request specified."""
     num_drafts_B: torch.Tensor | None = None
-    """int32: number of verified drafts of each row, `FAULTY` or `UNVERIFIED`; None without speculation."""
+    """int32: number of verified drafts in each row, `FAULTY` or `UNVERIFIED`. None without speculation."""
 
 
 @dataclass(slots=True)
 class StepResult:
-    """The result of a step: requests that sampled, and requests whose prompt continues."""
+    """The result of a step, for requests that sampled and for requests whose prompt continues."""
 
     requests: list[Request]
     verification: Verification | None = None
-    """Result of the sampling pass; None if no request sampled."""
+    """The sampling pass's result, or None if no request sampled."""
     rows_B: torch.Tensor | None = None
-    """int64: the rows of the sampling pass, on the device."""
+    """int64: the sampling pass's rows, on the device."""
     packed: torch.Tensor | None = None
-    """float32: the report of a step without log-probabilities, and with drafts only if the pass made them."""
+    """float32: the report for a step without log-probabilities. It includes drafts only if the pass made them."""
     prompt_logprobs: list[tuple[Request, list[PromptScores]]] = field(default_factory=list)
     unfinished: list[Request] = field(default_factory=list)
     started: list[Request] = field(default_factory=list)
-    """Requests without anything to verify: their prompt ended in this step, or they were resumed."""
+    """Requests that had nothing to verify because their prompt ended in this step or they were resumed."""
     signature: tuple[Hashable, ...] = ()
-    """Sizes of the tensors that are copied to the host, see `report_sizes`."""
+    """Sizes of the tensors that are copied to the host (see `report_sizes`)."""
     drafts: Drafts | None = None
-    """Drafts for the next step, if they were made on the device and the scheduler needs them on the host."""
+    """Drafts for the next step, if they were made on the device but the scheduler needs them on the host."""
     draft_rounds: list[DraftRound] = field(default_factory=list)
-    """Rounds of this step that the host observed."""
+    """This step's drafting rounds, as observed by the host."""
 
 
 class WorkerCounts(NamedTuple):
@@ -352,10 +350,10 @@ class WorkerCounts(NamedTuple):
     num_host_syncs: int
     compiled: int
     coverage: Mapping[str, float]
-    """Fraction of the output that each vocabulary covers; empty if the drafter has the target's vocabulary."""
+    """Share of each vocabulary that has a counterpart in the other. Empty if drafter and target share a vocabulary."""
     num_prefill_tokens: int = 0
     """Number of real tokens in prompt chunks."""
     num_prefill_padding: int = 0
-    """Number of tokens of padding that were computed with them."""
+    """Number of padding tokens that were computed along with them."""
     step_times: Mapping[int, Sequence[float]] = {}
-    """Maps the rows of a decode to its seconds in warm-up, for each number of drafts per row; empty unless adaptive."""
+    """Maps decode rows to warm-up seconds for each number of drafts per row. Empty without adaptive verification."""

@@ -1,6 +1,6 @@
-"""What a step copies to the device: several int32 arrays as one tensor, which is split inside the graph.
+"""Inputs that a step copies to the device: several int32 arrays, packed into one tensor and split inside the graph.
 
-`StepInputs` is the copy of a forward. `SamplePass` in `sampling/params.py` is that of a sampling pass.
+`StepInputs` is the copy for a forward pass. `SamplePass` in `sampling/params.py` is the copy for a sampling pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_gaudi_spec.attention.metadata import Blocks
 
 
 class HostBlocks(NamedTuple):
-    """`Blocks` on the host, before `StepInputs.pack` copies them to the device."""
+    """The host version of `Blocks`, which `StepInputs.pack` copies to the device."""
 
     tables: tuple[np.ndarray, ...] = ()
     sizes: tuple[int, ...] = ()
@@ -28,8 +28,8 @@ class HostBlocks(NamedTuple):
 def make_host_lengths(num_rows: int, ends: Sequence[int], context: int) -> torch.Tensor:
     """Return `Blocks.lengths_B`, for devices whose attention needs it (`DeviceTraits.needs_host_lengths`).
 
-    The first rows have at most `ends` tokens of KV when the graph ends, and no more than `context`, for which there are
-    blocks. The rest is padding, which reads one key.
+    When the graph ends, the first rows have at most `ends` KV tokens, limited to `context`, the number of tokens that
+    their blocks can store. All other rows are padding, which reads one key.
     """
     lengths_np = np.ones(num_rows, dtype=np.int32)
     lengths_np[: len(ends)] = np.clip(ends, 1, context)
@@ -37,18 +37,18 @@ def make_host_lengths(num_rows: int, ends: Sequence[int], context: int) -> torch
 
 
 def make_host_counts(num_rows: int, counts: Sequence[int]) -> torch.Tensor:
-    """Return `Blocks.counts_B`, with 0 for rows of padding."""
+    """Return `Blocks.counts_B`, with 0 for padding rows."""
     counts_np = np.zeros(num_rows, dtype=np.int32)
     counts_np[: len(counts)] = counts
     return torch.from_numpy(counts_np)
 
 
 _SECTION = 16
-"""Alignment in elements of the sections of a packed tensor, as kernels prefer aligned addresses."""
+"""Section alignment in a packed tensor, in elements. Kernels prefer aligned addresses."""
 
 
 class Packing(NamedTuple):
-    """Several int32 tensors packed into one, which is copied to the device once and split inside the graph."""
+    """Several int32 tensors that are packed into one, copied to the device once, and split inside the graph."""
 
     packed: torch.Tensor
     shapes: tuple[tuple[int, ...], ...]
@@ -63,7 +63,7 @@ class Packing(NamedTuple):
         return cls(upload(torch.from_numpy(packed_np)), tuple(array.shape for array in arrays))
 
     def split(self) -> list[torch.Tensor]:
-        """Return the tensors, as views."""
+        """Return the tensors as views."""
         parts, begin = [], 0
         for shape in self.shapes:
             size = math.prod(shape)
@@ -77,23 +77,23 @@ def _round_up(size: int) -> int:
 
 
 class RowInputs(NamedTuple):
-    """`StepInputs`, split inside a graph."""
+    """`StepInputs` after splitting inside a graph."""
 
     rows_B: torch.Tensor
-    """int64: rows of the request state; padding has the pad row."""
+    """int64: request-state rows. Padding has the pad row."""
     starts_B: torch.Tensor
-    """int32: position of each row's first token, as the host knows it."""
+    """int32: position of each row's first token, as known to the host."""
     counts_B: torch.Tensor
-    """int32: number of tokens of each row."""
+    """int32: number of tokens in each row."""
     max_drafts_B: torch.Tensor
-    """int32: most drafts of each row after this step, besides the limits of its request."""
+    """int32: maximum number of drafts in each row after this step, in addition to the limits of its request."""
     more_BX: torch.Tensor | None
-    """int32: what a drafter on the host passes for each row."""
+    """int32: additional data for each row from a host drafter."""
     blocks: Blocks
 
 
 class StepInputs(NamedTuple):
-    """Everything that a forward needs from the host, as one copy: the rows, where they begin, and their KV blocks."""
+    """Everything that a forward pass needs from the host, in one copy: rows, start positions and KV blocks."""
 
     packing: Packing
     block_sizes: tuple[int, ...]
@@ -110,7 +110,7 @@ class StepInputs(NamedTuple):
         upload: Callable[[torch.Tensor], torch.Tensor],
         more_BX: np.ndarray | None = None,
     ) -> StepInputs:
-        """Pack and copy. `header_4B` holds rows, starts, counts and draft limits, in the order of `RowInputs`."""
+        """Pack and copy. `header_4B` contains rows, starts, counts and draft limits, in the order of `RowInputs`."""
         more = [] if more_BX is None else [more_BX]
         packing = Packing.pack([header_4B, *blocks.tables, *blocks.flat, *more], upload)
         return cls(packing, blocks.sizes, more_BX is not None, blocks.lengths_B, blocks.counts_B)
@@ -120,7 +120,7 @@ class StepInputs(NamedTuple):
         return self.packing.shapes[0][1]
 
     def split(self) -> RowInputs:
-        """Split the copy inside a graph."""
+        """Split the copy. Runs inside a graph."""
         header_4B, *rest = self.packing.split()
         more_BX = rest.pop() if self.has_more else None
         num_groups = len(self.block_sizes)
