@@ -86,33 +86,33 @@ class Options:
     prefill_buckets: tuple[int, ...] | None = None
     """Prompt chunk lengths. Each chunk is padded to one of them."""
     block_buckets: tuple[int, ...] | None = None
-    """Numbers of KV blocks in all rows of a decode, on a Gaudi only. Each decode is padded to one of them."""
+    """Total numbers of KV blocks in a decode, only on a Gaudi. Each decode is padded to one of them."""
     prefill_rows: tuple[int, ...] | None = None
-    """Numbers of prompt chunks that may share a forward."""
+    """Numbers of prompt chunks that may share a forward pass."""
     warmup_tokens: int | None = None
-    """The number of tokens up to which warm-up runs a shape. Larger shapes are only listed. -1 runs all
-    shapes. The default is 16 on a CPU and -1 elsewhere."""
+    """Warm-up runs shapes with up to this many tokens and only lists larger ones. -1 runs all shapes. The default is 16
+    on a CPU and -1 elsewhere."""
     universal_context: str | None = None
-    """How a drafter with another vocabulary reads the context: `map` token ids (default), or `retokenize` the text."""
+    """How a drafter with another vocabulary reads the context: `map` token IDs (default) or `retokenize` the text."""
     universal_match: str | None = None
-    """How its drafts become target tokens: `tli` (default) drafts only tokens of both vocabularies; `slem` drafts any
-    token and tokenizes the text of drafts for the target."""
+    """How such a drafter's drafts become target tokens: `tli` (default) drafts only tokens in both vocabularies;
+    `slem` drafts any token and tokenizes the drafted text for the target."""
     universal_kv_len: int | None = None
-    """The number of its own tokens that the drafter keeps per request (`retokenize`). The default is 2048, or twice
-    `--max-model-len` if that is less."""
+    """With `retokenize`: how many of its own tokens the drafter keeps per request. The default is 2048 or twice
+    `--max-model-len`, whichever is smaller."""
     state_snapshots: int | None = None
     """The number of recurrent states that the prefix cache keeps, for models that have them. The default is
     `--max-num-seqs`, but at most 32."""
     audit_every: int = 0
-    """Decode one in this many requests again without drafts in idle steps, and compare; 0 disables audits."""
+    """In idle steps, decode one in this many requests again without drafts and compare results. 0 disables audits."""
     cpu_weights: str | None = None
-    """The format of linear weights on a CPU: `float32` or `float16`. The default is float32, with a float16 copy for
-    small steps of each matrix that float16 represents exactly."""
+    """The format of linear weights on a CPU: `float32` or `float16`. The default is float32. Small steps
+    then use an additional float16 copy of each matrix that float16 represents exactly."""
     weight_kernels: str | None = None
-    """How quantized checkpoints run: `reference` dequantizes them at load, `native` uses the device's kernels for their
-    format. The default is `native` if the device has such kernels."""
+    """How quantized checkpoints run: `reference` dequantizes them at load, and `native` uses the device's kernels for
+    their format. The default is `native` if the device has such kernels."""
     draft_quant_config: str | None = None
-    """The drafter's quantization file. The target's is the environment variable QUANT_CONFIG."""
+    """The drafter's quantization file. The environment variable QUANT_CONFIG names the target's file."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Options:
