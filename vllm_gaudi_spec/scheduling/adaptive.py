@@ -99,6 +99,9 @@ _SMOOTHING = 1 / 8
 """Weight of each later step."""
 _LARGEST_CHANGE = 1.5
 """Maximum ratio of a step's time to the mean. If a step takes longer, there was a pause."""
+_STALE = 2.0
+"""Ratio of a choice's time to its estimate above which the estimate is replaced. `_DOUBT` shortens the estimate of a
+choice that a limit excludes for a long time."""
 _DOUBT = 1 / 4096
 """Fraction by which each step shortens the estimates for all other choices, so that each of them runs again eventually.
 Its time may have been measured while the machine was busy with something else."""
@@ -187,10 +190,12 @@ class StepTimes:
         size.measured = index
         expected = size.seconds_J[index]
         change = min(seconds, _LARGEST_CHANGE * expected) - expected
+        if size.num_measured == 1:
+            size.first = seconds
+        elif size.num_measured == 2 and min(size.first, seconds) > _STALE * expected:
+            size.is_known_J[index] = False
         if not size.is_known_J[index]:
-            if size.num_measured == 1:
-                size.first = seconds
-            else:
+            if size.num_measured > 1:
                 seconds = min(size.first, seconds)  # either one may include a pause
                 if not size.is_known_J.any():
                     size.seconds_J = size.seconds_J * min(seconds / expected, 1)

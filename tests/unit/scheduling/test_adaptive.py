@@ -138,6 +138,15 @@ def test_noise_of_running_choices_does_not_slow_the_others() -> None:
     assert times.choose(1, np.array([1.2, 1.0, 1.0])) == 0
 
 
+def test_choice_that_a_limit_excluded_for_long_does_not_slow_the_others() -> None:
+    times, tokens_J = StepTimes([1], [0, 1, 3]), np.array([0.0, 1.5, 1.6, 1.7])
+    times.start_from({1: [1.0, 1.2, 1.6]})
+    for num_drafts, num_steps in ((3, 20), (1, 20_000), (3, 20)):
+        for _ in range(num_steps):
+            times.observe(1, num_drafts, {1: 1.2, 3: 1.6}[num_drafts])
+    assert times.choose(1, tokens_J) == 1
+
+
 @pytest.mark.parametrize(("costs", "gain"), [(LARGE_MODEL, 1.1), (SMALL_MODEL, 1.15)], ids=["large", "small"])
 def test_adaptive_is_faster_than_best_choice_if_requests_differ(costs: dict[int, float], gain: float) -> None:
     rates = alternating(0.1, 0.9)
