@@ -354,9 +354,9 @@ REFUSED: list[Any] = [
         dict(speculative=DRAFT, changed=ON_MATRIX, device="hpu", options=dict(dtype="float16")),
     ),
     (
-        "draft_lm_head_quantization does not work with another head_dtype",
+        "draft_lm_head_quantization does not work with a head_dtype other than dtype",
         dict(
-            speculative=DRAFT,
+            speculative=dict(method="eagle"),
             changed=ON_MATRIX,
             device="hpu",
             options=dict(dtype="bfloat16", hf_overrides=dict(head_dtype="float32")),

@@ -34,7 +34,7 @@ def quantize_output_matrices(model: Any, weights: Any, name: str) -> None:
     matrices = {one for path, one in modules if path.endswith("head") and isinstance(one, VocabParallelEmbedding)}
     if not matrices or any(matrix.weight.dim() != 2 or matrix.weight.itemsize == 1 for matrix in matrices):
         raise UnsupportedConfigError(
-            f"{name} has no unquantized output matrix of a known name; leave out draft_lm_head_quantization."
+            f"{name} has no unquantized output matrix that is named lm_head; leave out draft_lm_head_quantization."
         )
     method = Fp8Linear(arithmetic=weights.fp8_logits, largest=E4M3_MAX[weights.fp8_range], prefix="lm_head")
     copies = {matrix: Fp8Copy(matrix, method) for matrix in matrices}

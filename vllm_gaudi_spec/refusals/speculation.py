@@ -93,14 +93,16 @@ def _lm_head_refusals(vllm_config: VllmConfig, options: Options, backend: Device
     spec_config = vllm_config.speculative_config
     if (quantization := getattr(spec_config, LM_HEAD_QUANTIZATION, None)) is None:
         return
-    method, models = spec_config.method, (vllm_config.model_config, spec_config.draft_model_config)
+    method, models = spec_config.method, [spec_config.draft_model_config]
+    if has_model(method) and METHODS[method].reads_hidden_states:
+        models.append(vllm_config.model_config)  # The head may use its target's matrix.
     has_matrix = has_model(method) and method != MEDUSA and not spec_config.use_gemma4_mtp()
     reasons = {
         f"is not supported with this drafter of method {method}": not has_matrix,
         f"is {quantization}, and only fp8 is supported": quantization != "fp8",
         f"needs a device that multiplies FP8, which {backend.traits.name} does not": backend.weights.fp8_logits is None,
         "does not work with float16": any(str(one.head_dtype) == "torch.float16" for one in models if one),
-        "does not work with another head_dtype": any(one.head_dtype != one.dtype for one in models if one),
+        "does not work with a head_dtype other than dtype": any(one.head_dtype != one.dtype for one in models if one),
         "does not work with draft_quant_config": options.draft_quant_config is not None,
     }
     for reason in (reason for reason, holds in reasons.items() if holds):

@@ -95,5 +95,6 @@ class Residence:
         self._incomplete = [other for other in self._incomplete if other is not loaded]
         if self._incomplete and not is_draft:
             self.reload(is_draft=True)  # Sleep dropped the drafter's weights as well.
+            return
         for matrix in getattr(self._drafter and self._drafter.model, "fp8_output_matrices", ()):
             matrix.refresh()

@@ -116,6 +116,18 @@ def test_quantized_or_unknown_matrices_are_refused() -> None:
             quantized(model)
 
 
+def test_gpu_refuses_sizes_that_its_kernel_does_not_take() -> None:
+    with pytest.raises(UnsupportedConfigError, match=r"multiples of 16 .* has \(32, 40\)"):
+        CudaArithmetic(448).keep(torch.zeros(32, 40, dtype=torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_of_a_gpu_stay_in_float32(dtype: torch.dtype) -> None:
+    one = torch.ones(16, 1)
+    x = one.expand(16, 16).to(torch.float8_e4m3fn)
+    assert CudaArithmetic(448).multiply(x, x.t(), one, one.t(), dtype).dtype is torch.float32
+
+
 def test_ranks_quantize_their_own_rows() -> None:
     """A rank's scales are those of its rows, so nothing is exchanged but logits."""
     (whole,) = quantized(Model(make(ParallelLMHead, 128, SIZE))).fp8_output_matrices

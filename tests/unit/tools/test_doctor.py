@@ -187,11 +187,12 @@ def test_memory_of_an_output_matrix_in_fp8() -> None:
         scheduler_config=SimpleNamespace(max_num_seqs=4),
         model_config=SimpleNamespace(get_vocab_size=lambda: 1000),
         cache_config=SimpleNamespace(block_size=16),
-        parallel_config=SimpleNamespace(tensor_parallel_size=2),
-        speculative_config=SimpleNamespace(),
+        speculative_config=SimpleNamespace(draft_parallel_config=SimpleNamespace(tensor_parallel_size=2)),
     )
     speculation: Any = SimpleNamespace(retokenizes=False, keeps_probs=False)
-    drafter: Any = SimpleNamespace(get_vocab_size=lambda: 600, get_hidden_size=lambda: 32)
+    drafter: Any = SimpleNamespace(
+        hf_config=SimpleNamespace(draft_vocab_size=600), get_vocab_size=lambda: 1000, get_hidden_size=lambda: 32
+    )
     assert pair.estimate_drafting(config, speculation, drafter) == {}
     setattr(config.speculative_config, LM_HEAD_QUANTIZATION, "fp8")
     assert list(pair.estimate_drafting(config, speculation, drafter).values()) == [600 * 32 // 2]

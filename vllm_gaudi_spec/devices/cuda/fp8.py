@@ -29,15 +29,21 @@ class CudaArithmetic:
         return to_e4m3(x.float() * inverse, self._largest)
 
     def keep(self, weight_KN: torch.Tensor) -> torch.Tensor:
+        if any(size % 16 for size in weight_KN.shape):
+            raise UnsupportedConfigError(
+                f"draft_lm_head_quantization needs sizes that are multiples of 16 on a GPU, and a rank's part of the "
+                f"output matrix has {tuple(weight_KN.shape)}; leave it out of --speculative-config."
+            )
         return weight_KN.t().contiguous().t()  # column-major, as the kernel requires for its second operand
 
     def multiply(
         self, x: torch.Tensor, y: torch.Tensor, x_scale: torch.Tensor, y_scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        # The kernel's row and column scales exclude a float32 result, so apply the scales afterwards.
+        # The kernel's row and column scales exclude a float32 result, so apply the scales afterwards. As with the
+        # original matrix, logits stay in float32: in `dtype`, the best two would often be equal.
         one = torch.ones((), device=x.device)
         out: torch.Tensor = torch._scaled_mm(x, y, scale_a=one, scale_b=one, out_dtype=torch.float32)
-        return (out * (x_scale * y_scale)).to(dtype)
+        return out * (x_scale * y_scale)
 
     def uncast(self, x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return (x.float() * scale).to(dtype)

@@ -208,8 +208,9 @@ def estimate_drafting(
     kv_region_block = KVBlock(size, size * count_kv_bytes(drafter, vllm_config)) if speculation.retokenizes else None
     found = compute_drafting_bytes(speculation, rows, vocabulary, kv_region_block)
     if getattr(vllm_config.speculative_config, LM_HEAD_QUANTIZATION, None) is not None:
-        size = drafter.get_vocab_size() * drafter.get_hidden_size()
-        found["the drafter's output matrix in FP8"] = size // vllm_config.parallel_config.tensor_parallel_size
+        drafted = getattr(drafter.hf_config, "draft_vocab_size", None) or drafter.get_vocab_size()
+        ranks = vllm_config.speculative_config.draft_parallel_config.tensor_parallel_size
+        found["the drafter's output matrix in FP8"] = drafted * drafter.get_hidden_size() // ranks
     return found
 
 
