@@ -1,8 +1,8 @@
-"""Draft from a file of earlier answers, with a drafter class of your own (method `custom_class`).
+"""Draft from a file of earlier answers with your own drafter class (method `custom_class`).
 
 .venv/bin/python examples/custom_drafter.py
 
-The program records answers without drafts, then asks other questions about the same subjects and drafts from the
+The program records answers without drafts, then asks different questions about the same subjects and drafts from the
 record. To use the class in a server:
 
 ANSWERS=answers.txt PYTHONPATH=examples .venv/bin/vllm serve MODEL --speculative-config \
@@ -26,10 +26,10 @@ ASKED = ["Explain photosynthesis.", "Explain the water cycle.", "Explain what an
 
 
 class AnswerBook:
-    """A drafter that looks up the last tokens in a text and drafts what followed them there."""
+    """A drafter that finds the last tokens in a text and drafts the tokens that follow them there."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Read the text from the file that the environment variable ANSWERS names."""
+        """Read the text from the file named by the environment variable ANSWERS."""
         num_drafts = vllm_config.speculative_config.num_speculative_tokens
         tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
         tokens = tokenizer.encode(Path(os.environ["ANSWERS"]).read_text(), add_special_tokens=False)
@@ -44,12 +44,12 @@ class AnswerBook:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Return the draft tokens of each request, or an empty list for a request without drafts.
+        """Return the draft tokens for each request. The list is empty for a request without drafts.
 
         Args:
             sampled_token_ids: The tokens that the last step added to each request.
-            num_tokens_no_spec: The number of tokens of each request.
-            token_ids_cpu: The tokens of each request, padded to the same length.
+            num_tokens_no_spec: The number of tokens in each request.
+            token_ids_cpu: The tokens of each request, padded to equal length.
             slot_mappings: Always None here.
         """
         ends = [
@@ -62,7 +62,7 @@ class AnswerBook:
 def answer(
     questions: list[str], speculative_config: dict[str, Any] | None = None
 ) -> tuple[list[str], dict[str, float]]:
-    """Return the answers to questions, and the engine's counters."""
+    """Return the answers to the questions, and the engine's counters."""
     llm = LLM(
         model=demo_model_path(),
         speculative_config=speculative_config,

@@ -1,10 +1,10 @@
-"""Measure how many tokens of a drafter its target accepts, and what a draft token may cost.
+"""Measure how many of a drafter's tokens the target accepts, and how cheap a draft token must be.
 
 .venv/bin/python examples/measure_drafter.py [--model TARGET --draft DRAFTER --prompts prompts.txt]
 
-One run at the largest k is enough for drafters that draft token by token: the acceptance of each position gives the
-mean acceptance length for every smaller k. These lengths do not depend on the machine, so a drafter can be judged on a
-CPU before it is served on a card.
+For drafters that draft one token at a time, one run at the largest k is enough: the acceptance rate at each position
+gives the mean acceptance length for every smaller k. These lengths do not depend on the machine, so you can evaluate a
+drafter on a CPU before serving it on a card.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Ask a running server through OpenAI's client, and show the answer as it comes.
+"""Send a question to a running server through OpenAI's client, and print the answer as it arrives.
 
 make serve                                            in another terminal
 .venv/bin/python examples/stream.py ["A question" --url http://127.0.0.1:8000/v1]
@@ -33,7 +33,7 @@ def main() -> int:
         max_tokens=options.max_tokens,
         temperature=0.0,
         stream=True,
-        stream_options={"include_usage": True},  # comes as the last chunk, which has no text
+        stream_options={"include_usage": True},  # the usage comes in the last chunk, which has no text
     )
     for chunk in chunks:
         if chunk.choices and chunk.choices[0].delta.content:

@@ -1,12 +1,11 @@
-"""An emulated card on a CPU machine, with tensors as strict as the device's and counters for everything costly.
+"""An emulated card for machines without one: its tensors are as strict as a card's, and it counts everything costly.
 
     import card_emulator
     card_emulator.install(generation="gaudi2", lazy=True)
 
-From then on the process has `torch.hpu`, tensors on `torch.device("hpu")` and a `habana_frameworks` package. A process
-has one card. `gaudi/` has the parts that only a Gaudi has. An Ascend NPU is emulated below its vendor's software and
-shares only the report: `ascend/`. `card-emulator run` does the same to programs that know nothing of
-it: `door.py`.
+Afterwards the process has one card: `torch.hpu`, tensors on `torch.device("hpu")`, and a `habana_frameworks` package.
+Code that applies only to a Gaudi is in `gaudi/`. An Ascend NPU is emulated below its vendor's software and shares only
+the report (`ascend/`). `card-emulator run` installs a card into unmodified programs (`door.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from card_emulator.card import Device
 
 _under_torch_npu: Card | None = None
-"""The card below the vendor's own torch_npu, where that runs."""
+"""The emulated card that Huawei's torch_npu runs on, or None."""
 
 __version__ = "0.1.0"
 
@@ -33,7 +32,7 @@ __all__ = ["SetupError", "counted", "device", "install", "install_npu", "tag_kv"
 
 
 def install(generation: str = "gaudi2", lazy: bool = True) -> None:
-    """Change torch in this process so that it has a Gaudi. A second call may only ask for the same one."""
+    """Add an emulated Gaudi to torch in this process. Later calls must request the same card."""
     from card_emulator.card import DEVICE
     from card_emulator.gaudi import (
         accelerator,
@@ -73,8 +72,8 @@ def install(generation: str = "gaudi2", lazy: bool = True) -> None:
 
 
 def install_npu(torch_npu: Path, cache: Path) -> None:
-    """Change torch in this process so that it has an Ascend NPU. A second call does nothing. `torch_npu` is a folder
-    with Huawei's package, which then runs over an emulated CANN that is compiled into `cache`."""
+    """Add an emulated Ascend NPU to torch in this process; later calls do nothing. `torch_npu` is the folder with
+    Huawei's package, which runs on an emulated CANN that is compiled into `cache`."""
     from card_emulator.card import DEVICE
 
     global _under_torch_npu
@@ -87,7 +86,7 @@ def install_npu(torch_npu: Path, cache: Path) -> None:
 
 
 def _enter(module: ModuleType) -> None:
-    """Install what a card needs into torch."""
+    """Register the emulated device and its kernels with torch."""
     import os
 
     import torch
@@ -108,20 +107,20 @@ def _enter(module: ModuleType) -> None:
 
 
 def counted() -> Device | Card:
-    """Return the card whose counters reports use: the one below torch_npu if that runs, else `device()`."""
+    """Return the card whose counters reports use: the one below torch_npu if there is one, else `device()`."""
     return device() if _under_torch_npu is None else _under_torch_npu
 
 
 def device() -> Device:
-    """The process's Gaudi: settings, counters and reports."""
+    """Return the process's Gaudi, with its settings, counters and reports."""
     from card_emulator.card import DEVICE
 
     return DEVICE
 
 
 def tag_kv(tensor: torch.Tensor) -> torch.Tensor:
-    """Count what is read from this tensor's memory, through any view of it, as KV bytes. The emulated CANN below
-    torch_npu knows nothing about tensors."""
+    """Count reads of this tensor's memory, through any view, as KV bytes. This does nothing under torch_npu, because
+    the emulated CANN does not know which tensor an address belongs to."""
     if _under_torch_npu is not None:
         return tensor
     from card_emulator.tensor import DeviceTensor

@@ -1,4 +1,4 @@
-"""The one emulated card of a process: what it is, its settings, its counters, its memory, and what is running on it."""
+"""The emulated card of a process: its model, settings, counters, memory, and the capture in progress."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ class DeviceRefusal(RuntimeError):
 
 @dataclass(frozen=True)
 class Model:
-    """Properties in which cards differ."""
+    """Properties that differ between cards."""
 
     name: str
     device_type: str
-    """Torch's name of the device type."""
+    """The name of the device type in torch."""
     dispatch_key: str
     guard_slot: int
-    """Its c10::DeviceType, part of torch's ABI."""
+    """The number of the device type in torch's ABI (c10::DeviceType)."""
     count: int
-    """Number of cards that a process sees. It uses one."""
+    """The number of cards that a process sees. It uses one of them."""
     memory: int
-    """Bytes that the allocator offers."""
+    """The number of bytes that the allocator offers."""
     out_of_memory: str
-    """The vendor's message when memory runs out, with `nbytes` or `mib` as fields."""
+    """The vendor's out-of-memory message, with the fields `nbytes` and `mib`."""
     e4m3_max: float
-    """Values above it do not exist in float8_e4m3 on the card; torch's own type goes to 448."""
+    """The largest float8_e4m3 value on the card. In torch, it is 448."""
     lacks_dtypes: frozenset[torch.dtype]
     lacks: Callable[[str, str], bool]
-    """Whether the card has no kernel for an operation, given the names of its packet and its overload."""
+    """Whether the card lacks a kernel for an operation, given the operation's packet name and overload name."""
     check_reach: Callable[[str, torch.Tensor], None]
-    """Refuses an operand that is too large for the engine of an operation, given the name of its packet."""
+    """Refuses an operand that is too large for the engine that runs the operation, given its packet name."""
     negative_index: str
-    """The reason why a negative index is refused."""
+    """The reason given when a negative index is refused."""
     counts_from_the_end: bool
-    """Whether negative indices count from the end; each use is counted."""
+    """Whether negative indices are accepted and count from the end. Each use is counted."""
     downloads_late: bool
-    """Whether events do not wait for downloads into memory that is not pinned."""
+    """Whether events do not cover downloads into memory that is not pinned."""
     queue: Callable[[Device], Queue]
     """Creates the queue for operations outside graphs."""
 
@@ -61,7 +61,7 @@ class Recording(Protocol):
     """A graph capture in progress, such as `program.Capture`."""
 
     what: str
-    """Name of the activity in messages."""
+    """The name of this activity in messages."""
 
     def record(self, operation: Any) -> None: ...
 
@@ -74,7 +74,7 @@ class Recording(Protocol):
 
 @dataclass
 class GraphRecord:
-    """A captured graph, as shown in the report."""
+    """A captured graph, as listed in the report."""
 
     name: str
     key: str
@@ -82,12 +82,12 @@ class GraphRecord:
     ops: int
     nbytes: int
     recipes: int = 1
-    """The number of recipes that the graph's operations compile to. Equal recipes are compiled once."""
+    """The number of recipes in the graph. Equal recipes are compiled once."""
     replays: int = 0
 
 
 class Allocation:
-    """Memory of one storage; tensors that share a storage share this object, and the last one frees it."""
+    """The memory of a storage. Tensors that share a storage share this object, and the last one frees it."""
 
     __slots__ = ("__weakref__", "kv", "nbytes")
 
@@ -97,9 +97,9 @@ class Allocation:
         DEVICE.allocate(nbytes)
 
     def __del__(self) -> None:
-        # At interpreter exit the module's names may be gone before the last tensor.
+        # At interpreter exit, the module's names may already be gone when the last tensor is freed.
         if DEVICE is not None:
-            DEVICE.in_use -= getattr(self, "nbytes", 0)  # absent in one that was copied without its contents
+            DEVICE.in_use -= getattr(self, "nbytes", 0)  # missing if `copy` made the object without its attributes
 
 
 class Device:
@@ -123,7 +123,7 @@ class Device:
         return self.model.name
 
     def reset(self) -> None:
-        """Reset settings and counters to their values after installation. Tensors and captured graphs stay alive."""
+        """Restore the settings and counters of a fresh installation. Tensors and captured graphs stay alive."""
         self.counters = Counters()
         self.queue = self.model.queue(self)
         self._recording = threading.local()
@@ -131,20 +131,20 @@ class Device:
         self.graph_bytes = 0
         self.graphs_held = 0
         self.graph_recipes: set[int] = set()
-        """Distinct recipes of captured graphs."""
+        """Distinct recipes of the captured graphs."""
         self.operators: set[tuple[str, str]] = set()
-        """Operators of captured graphs and compiled regions, each with a dtype of its operands; views are left out."""
-        # Settings. A collective inside a graph needs PT_HPU_ENABLE_LAZY_COLLECTIVES on a Gaudi.
+        """Operators in captured graphs and compiled regions, each with an operand dtype. Views are left out."""
+        # Settings. On a Gaudi, a collective inside a graph needs PT_HPU_ENABLE_LAZY_COLLECTIVES.
         self.lazy_collectives = False
-        # Refuses what is known to fail on some cards or releases, though perhaps not on all.
+        # Whether to refuse what is known to fail on some cards or releases, even if it may work on others.
         self.hostile = True
-        # As with ENABLE_CONSOLE: the runtime writes its log where others look for answers.
+        # Whether the runtime's log goes to the console, where it mixes with results (ENABLE_CONSOLE).
         self.console = False
         self.communicators: set[str] = set()
-        """Process groups that had a collective outside of graphs."""
+        """Process groups that have run a collective outside a graph."""
         self.late: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Downloads into memory that is not pinned, with the values that arrive once the program has waited for the
-        whole card."""
+        """Pending downloads into memory that is not pinned: the target, and the values that it receives once the
+        program has waited for the whole card."""
         self.strict = False
         self.sealed = False
         self.graph_reserve: int | None = None
@@ -153,15 +153,15 @@ class Device:
         """Whether graphs are recorded without computing anything."""
         self.bridge_flags: dict[str, Any] = {}
         self.concatenations: dict[Hashable, tuple[bool, str]] = {}
-        """Concatenations outside regions in compiled mode: maps the key of a recipe to whether the first one was along
-        the last dimension, and to its line."""
+        """Concatenations outside regions in compiled mode. Maps a recipe's key to whether its first concatenation was
+        along the last dimension, and to the source line of that one."""
         self.generator = torch.Generator()
         self.generator.manual_seed(0)
         self.blocked: str | None = None
 
     @property
     def capture(self) -> Recording | None:
-        """The calling thread's capture. Other threads may wait for results in the meantime."""
+        """The capture of the calling thread. Other threads may wait for results in the meantime."""
         return getattr(self._recording, "capture", None)
 
     @capture.setter
@@ -169,13 +169,13 @@ class Device:
         self._recording.capture = capture
 
     def choose(self, index: int) -> None:
-        """Choose the card of this process, for good."""
+        """Select the card of this process. The choice is final."""
         if index != self.where.index and (self.pid or not 0 <= index < self.model.count):
             raise RuntimeError(f"a process has one device, {self.where}; {self.where.type}:{index} was asked for")
         self.where = torch.device(self.where.type, index)
 
     def opened(self) -> None:
-        """Open the card at its first use; a fork is fatal from here on."""
+        """Open the card on first use. After that, forked children cannot use it."""
         if not self.pid:
             if self.acquire is not None and self.hostile:
                 self.acquire()
@@ -204,7 +204,7 @@ class Device:
 
     def charge_graph(self, nbytes: int) -> None:
         if self.graph_reserve is not None and self.graph_bytes + nbytes > self.graph_reserve:
-            # The words are those of a card (vllm-fork, issue 257).
+            # This is the message of a real card (vllm-fork, issue 257).
             self.out_of_memory(
                 f"FATAL ERROR :: MODULE:PT_SYNHELPER workspace Allocation of size ::{nbytes} failed! The graph reserve "
                 f"of {self.graph_reserve} bytes is used up: {self.graph_bytes} held"
@@ -214,8 +214,8 @@ class Device:
         self.graph_bytes += nbytes
 
     def out_of_memory(self, what: str) -> NoReturn:
-        """No process goes on after it on a Gaudi: vllm-gaudi merged and reverted a warm-up that tried (pull requests
-        993 and 1078)."""
+        """Raise the error, after which a Gaudi process cannot continue: vllm-gaudi merged and then reverted a warm-up
+        that tried (pull requests 993 and 1078)."""
         if self.hostile:
             self.blocked = f"this process ran out of memory before: {what}"
         raise torch.OutOfMemoryError(f"emulated {self.generation}: {what}")
@@ -233,8 +233,8 @@ class Device:
     # -- steps --
 
     def mark_step(self) -> None:
-        """Compile and launch the pending operations, as the bridge's `mark_step` does. This is a no-op outside lazy
-        mode."""
+        """Compile and launch the pending operations, as the bridge's `mark_step` does. Outside lazy mode, this does
+        nothing."""
         if not self.lazy:
             return
         if self.capture is not None:
@@ -244,17 +244,17 @@ class Device:
             self.queue.flush("mark_step")
 
     def implicit_marker(self, cause: str) -> None:
-        """Cut the pending graph because something needs a value."""
+        """Launch the pending graph early, because something needs a value."""
         if self.lazy and self.capture is None and self.queue.flush(cause):
             self.counters.step.implicit_markers += 1
             self.counters.event("implicit marker", cause)
 
     def next_step(self) -> Tally:
-        """Close a step for reporting; later counts belong to the next one."""
+        """Close the current step of the report and start the next one."""
         return self.counters.next_step()
 
     def seal(self) -> None:
-        """Mark the end of warm-up, after which every compilation is a defect."""
+        """Mark the end of warm-up. Every later compilation is counted as a defect."""
         self.mark_step()
         self.sealed = True
 
@@ -275,7 +275,7 @@ class Device:
     # -- refusals and counted costs --
 
     def host_read(self, what: str, nbytes: int = 0) -> None:
-        """Cut the pending graph because a value goes to the host."""
+        """Count a copy of a value to the host, which launches the pending graph."""
         self.refuse_in_capture(f"{what} reads a value on the host")
         step = self.counters.step
         step.host_reads += 1
@@ -284,7 +284,7 @@ class Device:
         self.implicit_marker(what)
 
     def dynamic(self, what: str) -> None:
-        """Count a readback, since the size of a result depends on values."""
+        """Count an operation whose result has a data-dependent size, which the host has to read."""
         self.refuse_in_capture(f"{what} has a data-dependent shape")
         if self.compile_only:
             raise DeviceRefusal(f"{what} needs values, and compile-only mode computes none")
@@ -293,7 +293,7 @@ class Device:
         self.host_read(what)
 
     def fallback(self, what: str) -> None:
-        """Count an operation that runs on the host because the device has no kernel."""
+        """Count an operation that runs on the host because the device has no kernel for it."""
         self.refuse_in_capture(f"{what} falls back to the CPU")
         if not self.allow_fallbacks:
             raise DeviceRefusal(f"{what} has no kernel on the device, and CPU fallbacks are forbidden")
@@ -306,7 +306,7 @@ class Device:
             raise DeviceRefusal(f"during {self.capture.what}: {what}, at {here()}")
 
     def after_fork(self) -> None:
-        """Block the card in a forked child, since a real one hangs if the process opened it before the fork."""
+        """Block the card in a forked child. A real card hangs there if it was opened before the fork."""
         if self.installed and self.pid and self.pid != os.getpid():
             self.blocked = "the device was opened before this process was forked; start workers with spawn"
 

@@ -1,4 +1,4 @@
-"""The command `card-emulator`."""
+"""The `card-emulator` command."""
 
 from __future__ import annotations
 

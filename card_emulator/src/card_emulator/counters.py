@@ -1,4 +1,4 @@
-"""Counters of the device's work, per step and in total, with the source line of everything that costs."""
+"""Counters of the device's work, per step and in total, with the source line of everything that costs time."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import NamedTuple
 
 from card_emulator.source import here
 
-# Steps kept for the report; the totals cover all of them.
+# The number of steps kept for the report. The totals include older ones.
 _KEPT_STEPS = 4096
 
 
 @dataclass(slots=True)
 class Tally:
-    """Plain amounts. Bytes, floating-point operations and elements are those that a perfect kernel would need."""
+    """Counts of a step. Bytes, floating-point operations and elements are the minimum that a perfect kernel needs."""
 
     ops: int = 0
-    """Nodes that ran outside and inside graphs, not counting views."""
+    """Operations inside and outside graphs, without views."""
     stray_ops: int = 0
     """Operations outside graphs."""
     lazy_compiles: int = 0
-    """New recipes of operations outside every graph."""
+    """New recipes for operations outside graphs."""
     graph_captures: int = 0
     graph_replays: int = 0
     launches: int = 0
     """Launched recipes: flushed pending graphs and graph replays."""
     mark_steps: int = 0
     implicit_markers: int = 0
-    """Pending graphs cut by something other than mark_step."""
+    """Pending graphs launched by something other than mark_step."""
     host_reads: int = 0
     syncs: int = 0
     """Explicit waits for the device."""
@@ -45,11 +45,11 @@ class Tally:
     float64_ops: int = 0
     collectives: int = 0
     garbage_reads: int = 0
-    """Uses of values that compile-only mode never computed."""
+    """Reads of values that compile-only mode never computed."""
     negative_indices: int = 0
-    """Operations that got a negative index and counted it from the end."""
+    """Operations that received a negative index and counted it from the end."""
     late_compiles: int = 0
-    """Compiles after the device was sealed."""
+    """Compilations after the device was sealed."""
 
     @property
     def compiles(self) -> int:
@@ -73,7 +73,7 @@ class Event(NamedTuple):
 
 
 class Counters:
-    """`step` is being filled; `steps` are closed; attributes of Tally read the totals: `counters.host_reads`."""
+    """The current `step`, the closed `steps`, and all totals as attributes, such as `counters.host_reads`."""
 
     def __init__(self) -> None:
         self.step = Tally()
@@ -86,7 +86,7 @@ class Counters:
         self.events[Event(kind, what, where or here())] += 1
 
     def lines(self, kind: str) -> list[str]:
-        """Return the source lines of events of this kind, most frequent first."""
+        """Return the source lines of the events of this kind, most frequent first."""
         return [event.where for event, _ in self.events.most_common() if event.kind == kind]
 
     def next_step(self) -> Tally:

@@ -1,8 +1,8 @@
-"""Add an emulated card to unmodified programs, in which torch loads it while it is imported.
+"""Install an emulated card into unmodified programs while they import torch.
 
-A door is a folder for PYTHONPATH with a distribution whose entry point `torch.backends` installs the card, as the
-vendor's own does on a machine with one. Child processes inherit the environment, and with it the card. The folder
-also leads to this package, so that the program may run in another Python environment than this one.
+A door is a folder on PYTHONPATH with a distribution whose `torch.backends` entry point installs the card, as the
+vendor's package does on a machine with one. Child processes inherit the environment, and with it the card. The folder
+also makes this package importable, so the program may run in a different Python environment.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ CARD = "CARD_EMULATOR"
 KIND = "CARD_EMULATOR_KIND"
 TORCH_NPU = "CARD_EMULATOR_TORCH_NPU"
 LAZY_MODE = "PT_HPU_LAZY_MODE"
-"""The bridge's own variable."""
+"""The variable that the bridge itself reads."""
 
-# Workers ask for the version of Habana's plugin under its own name.
+# Workers look up the version of Habana's plugin under this distribution name.
 _PLUGIN, _VERSION = "habana-torch-plugin", "1.24.0.400"
 
 
 def make_door(folder: Path, card: str) -> None:
-    """Write the door to `card` into a new folder."""
+    """Create a new folder with the door to `card`."""
     folder.mkdir(parents=True)
     (folder / "card_emulator").symlink_to(Path(__file__).parent)
     name = "card-emulator-door" if card == ASCEND910B else _PLUGIN
@@ -44,7 +44,7 @@ def make_door(folder: Path, card: str) -> None:
 
 
 def cached_door(card: str) -> Path:
-    """Return the door to `card` in the cache folder, made on first use."""
+    """Return the door to `card` in the cache folder, and create it on first use."""
     key = hashlib.sha256(f"{Path(__file__)}\0{Path(__file__).read_text()}\0{card}".encode()).hexdigest()[:16]
     door = cache_folder() / "doors" / key
     if not door.is_dir():
@@ -55,19 +55,19 @@ def cached_door(card: str) -> Path:
         except OSError:
             if not door.is_dir():
                 raise
-            shutil.rmtree(scratch)  # another process was faster
+            shutil.rmtree(scratch)  # another process created it first
     return door
 
 
 def variables(
     door: Path, card: str, *, lazy: bool | None = None, kind: bool = False, torch_npu: Path | None = None
 ) -> dict[str, str]:
-    """Return the environment variables that give a process, and its children, the card behind `door`.
+    """Return the environment variables that give a process and its children the card behind `door`.
 
     Args:
-        lazy: Lazy or compiled mode of a Gaudi. None follows PT_HPU_LAZY_MODE, and means lazy mode if that is not set.
+        lazy: Whether a Gaudi runs in lazy or in compiled mode. None uses PT_HPU_LAZY_MODE, or lazy mode if it is unset.
         kind: Whether the card accepts what is known to fail only on some cards or releases.
-        torch_npu: The folder with Huawei's torch_npu. None looks for it in the environment of the program.
+        torch_npu: The folder with Huawei's torch_npu. None searches the program's environment.
     """
     found = {
         CARD: card,
@@ -95,13 +95,14 @@ def load() -> None:
     card_emulator.install(name, lazy=os.environ.get(LAZY_MODE, "1") != "0")
     card = card_emulator.device()
     card.hostile = os.environ.get(KIND) != "1"
-    # vllm-gaudi relies on the last row (v0.26.0, extension/ops.py, grouped_max), or on the slots of block -1
+    # vllm-gaudi uses index -1 for the last row (v0.26.0, extension/ops.py, grouped_max) and for the slots of block -1
     # (extension/defragmentation.py).
     card.model = dataclasses.replace(card.model, counts_from_the_end=True)
 
 
 def torch_npu_folder() -> Path:
-    """Return the folder with Huawei's torch_npu: the one that is named, or installed, or beside the other packages."""
+    """Return the folder with Huawei's torch_npu: the named one, else the installed one, else the environment's
+    `torch-npu` folder."""
     if named := os.environ.get(TORCH_NPU):
         return Path(named)
     installed = find_spec("torch_npu")

@@ -1,5 +1,5 @@
-"""Errors that stop the set-up of an emulated card."""
+"""Errors raised while an emulated card is set up."""
 
 
 class SetupError(RuntimeError):
-    """Raised if a card cannot be emulated here. The message says why and what to do, in one line where possible."""
+    """Raised if a card cannot be emulated here. The message gives the cause and the remedy, if possible in one line."""

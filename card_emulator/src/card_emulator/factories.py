@@ -1,4 +1,4 @@
-"""Kernels that create tensors on the device, for its dispatch key, which torch leaves empty."""
+"""Kernels that create tensors on the device, registered for its dispatch key, which torch leaves empty."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from card_emulator.tensor import DeviceTensor, Operation, info_of, real
 
 aten = torch.ops.aten
 
-# Made of arguments alone. Everything else (zeros, full, randn, new_*, *_like) is composed of empty and an in-place op.
+# Operations without tensor arguments. All others (zeros, full, randn, new_*, *_like) consist of `empty` and an in-place
+# operation.
 _COMPUTED = (
     "arange",
     "arange.start",
@@ -46,7 +47,7 @@ def _make(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], computes: b
     if device.blocked is not None:
         raise DeviceRefusal(device.blocked)
     device.opened()
-    kwargs.pop("pin_memory", None)  # nothing on the device is pinned
+    kwargs.pop("pin_memory", None)  # device memory is never pinned
     kwargs.pop("layout", None)
     if torch.device(kwargs.get("device") or DEVICE.where).index not in (None, DEVICE.where.index):
         raise RuntimeError(f"a process has one device, {DEVICE.where}; {kwargs['device']} was asked for")
@@ -64,7 +65,7 @@ def _make(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], computes: b
     if capture is not None:
         capture.record(Operation(info, info.func._op, args, kwargs, (tensor,), [tensor], True))
     elif computes:
-        # Uninitialized memory is no node of a lazy graph, only its input.
+        # In a lazy graph, uninitialized memory is an input and not a node.
         key = [info.name, *(str(arg) for arg in args)]
         device.queue.record(key, (tensor,), (), True)
         device.counters.step.stray_ops += 1
@@ -72,8 +73,8 @@ def _make(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], computes: b
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    # torch's C++ comes here with Python dispatch off (indices from a list, files read onto the card): `copy_` would
-    # end here again.
+    # Torch's C++ code calls this with Python dispatch disabled, for indices from a list and for files read onto the
+    # card. Calling Tensor.copy_ would recurse.
     result: torch.Tensor = copy_(info_of(aten.copy_.default), (target, source, non_blocking), {})
     return result
 
@@ -93,5 +94,5 @@ def register() -> None:
             _library.impl(name, _kernel(func, computes))
     _library.impl("_copy_from", _copy_from)
     _library.impl("_local_scalar_dense", _local_scalar)
-    # Asked by scaled_dot_product_attention wherever it is taken apart: 0 is plain matrix products.
+    # scaled_dot_product_attention asks for this when it is decomposed; 0 selects plain matrix products.
     _library.impl("_fused_sdp_choice", lambda *args, **kwargs: 0)

@@ -1,4 +1,4 @@
-"""Add to this process what stock torch lacks for a device that it only knows by name."""
+"""Add what stock torch lacks for a device type that it knows only by name."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from card_emulator.tensor import DeviceTensor
 logger = logging.getLogger(__name__)
 
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
-# c10::DeviceType, part of torch's ABI: the registry is an array with one slot a type.
+# Device types are numbered by torch's ABI (c10::DeviceType), and the registry is an array with one slot per type.
 _META, _SLOTS = 14, 22
 
 
 def install_device_guard() -> None:
-    """Torch asks a device guard which device is current around slicing and copies; its wheels have none for such a
-    device, and stop with "PyTorch is not linked with support for hpu devices". Meta's guard does nothing, which is
-    right for one device without streams of its own, so its pointer is entered for the card as well."""
+    """Use meta's device guard for the card as well. Torch asks a guard for the current device around slices and copies.
+    Its wheels have no guard for the card and raise "PyTorch is not linked with support for hpu devices". Meta's guard
+    does nothing, which is right for a single device without streams of its own."""
     slot = DEVICE.model.guard_slot
     path = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
     try:
@@ -39,8 +39,8 @@ def install_device_guard() -> None:
 
 
 def _indexed(device: Any) -> Any:
-    """The type alone means its only device: resolving one without an index would ask the guard, which answers for
-    meta."""
+    """Return the device with its index. Torch would resolve a missing index through the guard, which answers for the
+    meta device."""
     if device is None or isinstance(device, torch.Tensor | torch.dtype | int):
         return device
     if isinstance(device, str) and device.startswith(DEVICE.where.type):
@@ -71,11 +71,11 @@ def _patched_to(original: Any) -> Any:
 
 
 def _patched_constructor(original: Any) -> Any:
-    """Build the tensor on the host and send it, since the C++ constructor writes with Python dispatch off."""
+    """Build the tensor on the host and copy it, because the C++ constructor writes with Python dispatch disabled."""
 
     def construct(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         if device is None:
-            device = torch.empty(0).device  # the default, seen through any `with torch.device(...)`
+            device = torch.empty(0).device  # the default device, which `with torch.device(...)` may have changed
         target = _indexed(torch.device(device) if isinstance(device, str) else device)
         if not isinstance(target, torch.device) or target != DEVICE.where:
             return original(data, *args, device=device, **kwargs)

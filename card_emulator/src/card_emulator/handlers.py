@@ -1,5 +1,5 @@
-"""Operations that need more than their computation: copies to and from the host, casts that round as the card does, and
-indices that may be masks or in host memory."""
+"""Operations that need more than their computation: copies between host and card, casts that round as a card does, and
+indexing with masks or with indices in host memory."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def copy_(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _arrives_late(host: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A Gaudi's copy into memory that is not pinned goes through a staging buffer, and a callback that no event covers
-    copies from there (bridge 1.19, device.cpp and lazy_kernels.cpp, copy_hpu_lazy_D2H). Until then the memory contains
-    garbage."""
+    """Return the host tensor with garbage, which the values replace once the program has waited for the card. A Gaudi
+    copies to memory that is not pinned through a staging buffer, from which a callback copies; no event covers that
+    callback (bridge 1.19, device.cpp and lazy_kernels.cpp, copy_hpu_lazy_D2H)."""
     if not DEVICE.model.downloads_late or not DEVICE.hostile:
         return host.copy_(values)
     DEVICE.late.append((host, values.clone()))
@@ -92,7 +92,7 @@ def _to_copy(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         result = download("copy to the host", tensor)
         if dtype is not None:
             result = result.to(dtype)
-        # torch 2.11 may give it pinned memory here or not: its C++ was not read.
+        # torch 2.11 may allocate pinned memory here; its C++ code was not checked.
         return result if waits or DEVICE.compile_only else _arrives_late(torch.empty_like(result), result)
     rest = {key: kwargs[key] for key in ("dtype", "memory_format") if kwargs.get(key) is not None}
     if dtype is torch.float8_e4m3fn and tensor.dtype is not torch.float8_e4m3fn:
@@ -119,7 +119,7 @@ def _one_hot(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _indexed(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Index by tensors, where masks have data-dependent shapes and indices on the host are copied to the card."""
+    """Index with tensors. Masks have data-dependent shapes, and indices on the host are copied to the card."""
     indices = []
     for index in args[1]:
         if isinstance(index, torch.Tensor):
@@ -139,8 +139,8 @@ def _never_pinned(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _reshape_in_place(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the geometry without an operation, since the card's tensors know their own, as the host's do. Nobody has
-    run it in a capture."""
+    """Change a tensor's shape or strides in place. This needs no operation on the card, because its tensors store both
+    on the host. It is refused in a capture, where nobody has run it."""
     target: DeviceTensor = args[0]
     DEVICE.refuse_in_capture(f"aten.{info.name} changes the geometry of a device tensor in place")
     rest = [item.inner if isinstance(item, DeviceTensor) else item for item in args[1:]]

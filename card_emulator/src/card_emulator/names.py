@@ -1,4 +1,4 @@
-"""The names of the cards that can be emulated."""
+"""The names of the emulated cards."""
 
 GAUDI2, GAUDI3 = "gaudi2", "gaudi3"
 ASCEND910B = "ascend910b"

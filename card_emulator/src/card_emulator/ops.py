@@ -1,4 +1,4 @@
-"""How the device treats each operation, which is decided once per operation and looked up at every call."""
+"""How the device handles each operation. This is decided once per operation and looked up at every call."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Composite operations that the device runs as one kernel (or that only make views). Others are taken apart, so that a
-# read or a dynamic shape hidden inside is seen.
+# Composite operations that the device runs as one kernel, or that only create views. All others are decomposed, so that
+# a read or a dynamic shape inside them is seen.
 _WHOLE = names(
     "linear matmul reshape contiguous flatten unflatten softmax log_softmax chunk narrow split movedim swapaxes "
     "numpy_T mT einsum layer_norm rms_norm group_norm square pad conv1d conv2d scaled_dot_product_attention "
     "expand_as view_as where type_as dropout to.dtype repeat_interleave.self_int tensor_split.sections"
 )
-# May return a view of the first argument, or new memory.
+# Operations that return either a view of their first argument or new memory.
 _MAYBE_VIEWS = names("reshape contiguous flatten type_as to einsum dropout positive real")
-# Share memory, yet are the whole tensor under another name, not a part of it.
+# Operations whose result shares memory with the argument and covers all of it.
 _SAME = names("detach alias lift_fresh detach_")
-# Their results' sizes are read back on the host (facts: nonzero and everything built on it).
+# Operations whose result sizes are read back on the host: nonzero, and everything that is built on it.
 _DYNAMIC = names(
     "nonzero nonzero_numpy masked_select _unique _unique2 unique_dim unique_consecutive bincount"
     " repeat_interleave.Tensor where.default"
 )
-# Answered by a Python value.
+# Operations that return a Python value.
 _READS = names("_local_scalar_dense equal item is_nonzero")
-# Change a tensor's own geometry.
+# Operations that change a tensor's shape or strides in place.
 _RESHAPES_IN_PLACE = names("resize_ resize_as_ set_ squeeze_ unsqueeze_ t_ transpose_ swapaxes_ as_strided_ swapdims_")
 _RANDOM = names(
     "uniform_ normal_ random_ exponential_ bernoulli_ bernoulli geometric_ cauchy_ log_normal_ multinomial randperm"
@@ -63,13 +63,13 @@ def _flops_of_attention(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
 
 
 def _flops_of_experts(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
-    """Return the floating-point operations of the experts that tokens are sent to."""
+    """Return the number of floating-point operations in the experts to which the router sends tokens."""
     lists = [list_ for list_ in args if isinstance(list_, (list, tuple)) and list_ and list_[0].dim() == 2]
     result: int = 2 * args[1].numel() * sum(weights[0].numel() for weights in lists)
     return result
 
 
-# By packet, from arguments and the first result.
+# Maps a packet name to a function of the arguments and the first result.
 FLOPS: dict[str, Callable[[Sequence[Any], dict[str, Any], Any], int]] = {
     **dict.fromkeys(("mm", "bmm", "matmul", "linear", "mv", "dot"), _flops_of_product),
     **dict.fromkeys(("addmm", "baddbmm", "_scaled_mm"), _flops_of_addmm),
@@ -84,23 +84,23 @@ FLOPS: dict[str, Callable[[Sequence[Any], dict[str, Any], Any], int]] = {
 @dataclass(slots=True, eq=False)
 class OpInfo:
     func: Any
-    """The overload, for taking composites apart."""
+    """The overload, which decomposes composite operations."""
     name: str
-    """The name without its namespace, such as `index.Tensor`."""
+    """The name without a namespace, such as `index.Tensor`."""
     packet: str
     overload: str
     run: Callable[..., Any]
-    """Runs the operation on inner tensors; a captured graph replays it."""
+    """Runs the operation on inner tensors. Captured graphs replay it."""
     writes: tuple[int | str, ...]
-    """Positions or names of arguments changed in place."""
+    """Positions or names of the arguments that change in place."""
     view: bool
     maybe_view: bool
     same: bool
     fresh: bool
-    """Results always have new memory."""
+    """Whether results always have new memory."""
     decompose: bool
     special: bool
-    """Whether any of the fields below is set that has to be checked before running."""
+    """Whether the operation needs checks before it runs, because one of the fields below is set."""
     dynamic: bool
     reads: bool
     on_host: bool
@@ -111,10 +111,10 @@ class OpInfo:
     sorts: bool
     flops: Callable[[Sequence[Any], dict[str, Any], Any], int] | None
     handler: Callable[..., Any] | None = None
-    """A function that runs instead of the common path."""
+    """Replaces the common path for this operation."""
 
     def computes(self, new: Sequence[Any]) -> bool:
-        """Whether the operation counts as work; False if it only creates a view."""
+        """Whether the operation does work, rather than only creating a view."""
         return not (self.view or (self.maybe_view and (not new or new[0].part)))
 
 
@@ -130,7 +130,7 @@ def classify(func: Any, lacks: Callable[[str, str], bool]) -> OpInfo:
     aliases = any(ret.alias_info is not None and not ret.alias_info.is_write for ret in schema.returns)
     maybe_view = packet in _MAYBE_VIEWS
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    # The sets above speak of torch's own operations.
+    # The sets above list only torch's own operations.
     ours = namespace == "aten"
 
     def among(names: frozenset[str]) -> bool:

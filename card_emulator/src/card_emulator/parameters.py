@@ -1,5 +1,5 @@
-"""Parameters on the card. `Module.to` and `param.data = ...` change the object that there is, as torch does for a card
-whose tensors are its own (`_has_compatible_shallow_copy_type`): class, attributes and tying stay."""
+"""Parameters on the card. `Module.to` and `param.data = ...` change the existing object, and keep its class, attributes
+and tied weights. Torch does the same for devices with native tensors (`_has_compatible_shallow_copy_type`)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from card_emulator.tensor import OWN_STATE, DeviceTensor
 
 
 def _patched_new(original: Any) -> Any:
-    """torch returns the bare wrapper for a subclass of Parameter too, and so its __init__ never runs."""
+    """Create a parameter of the requested class. For a subclass of Parameter, torch would return the plain wrapper
+    tensor, whose class lacks the subclass's __init__."""
 
     def __new__(cls: Any, data: Any = None, requires_grad: bool = True, **kwargs: Any) -> Any:
         if not isinstance(data, DeviceTensor) or cls is torch.nn.Parameter or kwargs:
             return original(cls, data, requires_grad, **kwargs)
-        # Without __init__: it takes what the subclass wants, and Python calls it next.
+        # Do not call __init__ here: Python calls it next, with the subclass's own arguments.
         return _on_the_card(cls, data, requires_grad)
 
     return staticmethod(__new__)
@@ -42,8 +43,8 @@ def _parameter_class(cls: type) -> Any:
 
 
 def _become(parameter: Any, value: torch.Tensor) -> None:
-    """Return `parameter` with the values of `value`, which is on another device and so another kind of tensor for
-    torch."""
+    """Replace the contents of `parameter` with `value`, which is on a different device and therefore has a different
+    tensor type in torch."""
     with torch.inference_mode(parameter.is_inference()), torch.no_grad():
         if isinstance(value, DeviceTensor):
             other = _on_the_card(type(parameter), value, parameter.requires_grad)

@@ -1,5 +1,5 @@
-"""Pinned host memory, which stock torch supports only beside CUDA. Memory as a whole is pinned, and so is every view of
-it."""
+"""Pinned host memory, which stock torch supports only with CUDA. Pinning applies to a whole allocation, and so to every
+view of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_pinned(tensor: torch.Tensor, *args: Any) -> bool:
 
 def _pin(fresh: torch.Tensor) -> torch.Tensor:
     if DEVICE.where.type == "hpu" and DEVICE.hostile and not DEVICE.pid:
-        # Bridge 1.19, PinnedMemoryAllocator.cpp: the driver allocates it.
+        # The driver allocates pinned memory (bridge 1.19, PinnedMemoryAllocator.cpp).
         raise DeviceRefusal("pinned memory is allocated before the device was opened")
     fresh.untyped_storage()._pinned = True  # type: ignore[attr-defined]
     return fresh
@@ -45,7 +45,7 @@ def _patched_factory(original: Any) -> Any:
 def install() -> None:
     patch(torch.Tensor, "pin_memory", _patched_pin)
     patch(torch.Tensor, "is_pinned", lambda original: is_pinned)
-    # What `with torch.device(...)` acts on is looked up once, and has to be the functions of torch itself.
+    # Torch looks up once which functions `with torch.device(...)` changes, and must find its original functions.
     _device._device_constructors()
     for name in ("empty", "zeros", "tensor", "as_tensor"):
         patch(torch, name, _patched_factory)

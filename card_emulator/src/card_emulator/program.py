@@ -1,4 +1,4 @@
-"""A captured graph as a list of calls on plain CPU tensors, and the recording of one."""
+"""A captured graph as a list of calls on plain CPU tensors, and the capture that records it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from card_emulator.ops import OpInfo
 from card_emulator.source import Line, caller, describe
 from card_emulator.tensor import DeviceTensor, Operation, real, written
 
-# Amounts of a capture that every replay repeats.
+# Counters of a capture that every replay adds again.
 REPEATED = ("ops", "bytes_moved", "kv_bytes_read", "flops", "sorts", "sort_elements", "float64_ops", "collectives")
 
 
 def count_replay(work: Tally, record: GraphRecord) -> None:
-    """`work` is what the graph does in each replay."""
+    """Count a replay of the graph, whose work is `work`."""
     step = DEVICE.counters.step
     step.graph_replays += 1
     step.launches += 1
@@ -30,7 +30,7 @@ def count_replay(work: Tally, record: GraphRecord) -> None:
 
 
 def _find_dtype(args: Sequence[Any], results: Sequence[Any]) -> str:
-    """Return the dtype of the first operand that is not a mask, or of a result where there is none."""
+    """Return the dtype of the first tensor, operands before results, that is not a mask."""
     tensors = [item for item in tree_leaves((args, results)) if isinstance(item, DeviceTensor)]
     dtypes = [tensor.dtype for tensor in tensors]
     found = next((dtype for dtype in dtypes if dtype is not torch.bool), torch.bool)
@@ -42,11 +42,11 @@ class Call(NamedTuple):
     args: list[Any]
     kwargs: dict[str, Any]
     holes: list[tuple[Any, Any, int]]
-    """(container, key, slot): where a slot's tensor goes before the call."""
+    """(container, key, slot): where to put a slot's tensor before the call."""
     outs: int | list[int]
-    """Slots of the results; -1 where a result is an argument changed in place."""
+    """Slots for the results, or -1 for a result that is an argument changed in place."""
     dead: list[int]
-    """Slots that nothing later reads."""
+    """Slots that no later call reads."""
 
 
 class Program:
@@ -56,7 +56,7 @@ class Program:
         self.num_slots = 0
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        """All slots; those that are no longer needed are None."""
+        """Run the calls and return all slots. Slots that were freed on the way are None."""
         slots: list[Any] = [None] * self.num_slots
         slots[: len(inputs)] = inputs
         number = 0
@@ -83,10 +83,10 @@ class Program:
 
 
 class Capture:
-    """The graph that is being recorded. Tensors that it neither receives nor makes are kept by reference."""
+    """A graph that is being recorded. It holds references to tensors that are neither its inputs nor its results."""
 
     what = "graph capture"
-    """Name of the activity in messages."""
+    """The name of this activity in messages."""
 
     def __init__(self, name: str, track_results: bool = False) -> None:
         self.name = name
@@ -161,7 +161,7 @@ class Capture:
             for position, item in enumerate(value):
                 self._bind(items, position, item, holes)
         elif isinstance(value, torch.Tensor) and value.dim() == 0:
-            box[key] = value.clone()  # its value now is part of the graph
+            box[key] = value.clone()  # the graph keeps the current value
 
     def _new_slot(self, tensor: DeviceTensor, info: OpInfo) -> int:
         slot = self.program.num_slots
@@ -182,15 +182,15 @@ class Capture:
         """Prepare to record a collective."""
 
     def mark_step(self) -> None:
-        """Handle an explicit marker while recording."""
+        """Handle an explicit marker during the capture."""
 
     def makes(self, memory: Any) -> bool:
-        """Whether this memory was allocated while recording."""
+        """Whether this memory was allocated during the capture."""
         return id(memory) in self._own_memory
 
     def read_inputs(self, outputs: set[int]) -> set[int]:
-        """Return the slots of inputs on which an output or a change of memory depends; a lazy graph has no others. An
-        input that is returned unchanged does not count as read."""
+        """Return the slots of the inputs that an output or an in-place change depends on. A lazy graph contains no
+        others. An input that is only returned unchanged is not included."""
         needed = {slot for slot in outputs if slot >= self.num_inputs}
         for call in reversed(self.program.calls):
             outs = {call.outs} if isinstance(call.outs, int) else set(call.outs)
@@ -199,7 +199,7 @@ class Capture:
         return {slot for slot in needed if slot < self.num_inputs}
 
     def finish(self, kept_slots: set[int]) -> tuple[Program, int]:
-        """Record where each slot except `kept_slots` is read last, and the most bytes that are alive at once."""
+        """Record the last use of each slot that is not in `kept_slots`, and return the program and its peak memory."""
         last: dict[int, int] = {}
         for number, call in enumerate(self.program.calls):
             for slot in (call.outs,) if isinstance(call.outs, int) else call.outs:

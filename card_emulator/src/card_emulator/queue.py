@@ -1,4 +1,4 @@
-"""Queues of operations outside graphs."""
+"""Queues for operations outside graphs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from card_emulator.counters import Counters
 
 
 class QueueDevice(Protocol):
-    """Interface of a device to its queue."""
+    """The part of a device that its queue uses."""
 
     lazy: bool
     counters: Counters
@@ -18,7 +18,7 @@ class QueueDevice(Protocol):
 
 
 class QueuedTensor(Protocol):
-    """The state that a queue keeps on a tensor."""
+    """The state that a queue keeps in a tensor."""
 
     epoch: int
     index: int
@@ -26,28 +26,28 @@ class QueuedTensor(Protocol):
 
 
 class Queue:
-    """The default queue, which launches each operation when it is issued, by a kernel that exists already."""
+    """The default queue. It launches each operation as soon as it is issued, with a precompiled kernel."""
 
     keyed = False
-    """Whether `record` needs the description of an operation."""
+    """Whether `record` needs a key that describes the operation."""
 
     def __init__(self, device: QueueDevice) -> None:
         self.device = device
         self.epoch = 1
 
     def enter(self, tensor: Any) -> Any:
-        """The part of an operation's key that describes a tensor not seen since the last flush."""
+        """Return the part of the key that describes a tensor not seen since the last flush."""
         raise NotImplementedError
 
     def record(
         self, key: list[Any], new: Sequence[QueuedTensor], written: Sequence[QueuedTensor], computes: bool
     ) -> None:
-        """`key` has the operation's name, its scalars, and a description of its tensors."""
+        """Record an operation. `key` contains its name, its scalar arguments, and a description of its tensors."""
         self.device.counters.step.launches += computes
 
     def is_pending(self, tensor: QueuedTensor) -> bool:
         return False
 
     def flush(self, cause: str) -> bool:
-        """False when nothing was pending."""
+        """Launch the pending operations. Return whether there were any."""
         return False

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from card_emulator.card import Device
     from card_emulator.counters import Tally
 
-# Lines of the table for each kind of event.
+# The maximum number of lines shown for each kind of event.
 _SHOWN = 20
 
 
@@ -37,7 +37,7 @@ def as_json(device: Device | Card) -> dict[str, Any]:
 
 
 def _estimate(generation: str, steps: list[Tally], num_recipes: int) -> dict[str, Any] | None:
-    """None for a card without published figures to calculate with."""
+    """Return time estimates, or None for a card whose published figures do not suffice."""
     if generation not in cost.CARDS:
         return None
     return {
@@ -45,7 +45,7 @@ def _estimate(generation: str, steps: list[Tally], num_recipes: int) -> dict[str
         "mean_step_seconds": (
             sum(cost.step_seconds(step, generation) for step in steps) / len(steps) if steps else None
         ),
-        # It does not know which are of prompt chunks, and those take longer: a lower bound.
+        # Prompt recipes take longer, but are not told apart here, so this is a lower bound.
         "warmup_seconds_at_least": num_recipes * cost.RECIPE_SECONDS,
     }
 

@@ -1,4 +1,4 @@
-"""Find the line of the user's code that caused an event."""
+"""Find the line in the user's code that caused an event."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import torch
 
 Line = tuple[CodeType, int]
 
-# Frames of these files never explain anything: they only pass the call on.
+# Files whose frames are never reported, because they only pass calls on.
 _SKIPPED = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(__file__) + os.sep,
     *(module.__file__ or "" for module in (contextlib, copy, functools)),
     "<frozen",
 )
-# Also skipped where the cause of a copy, a wait or a launch is looked for.
+# Files that are also skipped when the cause of a copy, a wait or a launch is reported.
 _PASSING_ON = _SKIPPED
 _verifications: dict[CodeType, bool] = {}
 _is_cause: dict[CodeType, bool] = {}
 
 
 def look_past(observers: tuple[str, ...], backends: tuple[str, ...]) -> None:
-    """Do not name these files of a worker as the source of an event.
+    """Never report these files of a worker as the source of an event.
 
-    Each entry is the path of a file, or of a folder with a separator at its end. `observers` see every operation on its
-    way to the card. `backends` copy, wait and launch on behalf of their callers, which then count as the source.
+    Each entry is the path of a file, or of a folder with a trailing separator. `observers` see every operation on its
+    way to the card. `backends` copy, wait and launch on behalf of their callers, which are reported instead.
     """
     global _SKIPPED, _PASSING_ON
     _SKIPPED = (*_SKIPPED, *observers)
@@ -40,12 +40,12 @@ def look_past(observers: tuple[str, ...], backends: tuple[str, ...]) -> None:
 
 
 def caller() -> Line:
-    """Return the line that issued an operation: the innermost frame outside torch and outside this package."""
+    """Return the line that issued an operation: the innermost frame outside torch and this package."""
     return _innermost(_SKIPPED, _verifications)
 
 
 def _innermost(skipped: tuple[str, ...], verifications: dict[CodeType, bool]) -> Line:
-    """Return the innermost frame of another file. This is cheap, since the result for a code object is cached."""
+    """Return the innermost frame outside the skipped files. The result for each code object is cached, for speed."""
     frame = sys._getframe(2)
     while True:
         code = frame.f_code
@@ -58,7 +58,7 @@ def _innermost(skipped: tuple[str, ...], verifications: dict[CodeType, bool]) ->
 
 
 def own_caller(line: Line) -> str:
-    """Return `line` as text and, if it is in an installed package, also the nearest line that is not."""
+    """Return `line` as text. If it is in an installed package, also return the nearest line outside one."""
     text = describe(line)
     if "site-packages" not in line[0].co_filename:
         return text

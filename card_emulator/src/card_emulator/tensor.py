@@ -1,4 +1,4 @@
-"""A tensor that reports the card as its device and keeps its values in a CPU tensor. Each operation on it ends here."""
+"""A tensor that reports the card as its device and keeps its values in a CPU tensor. All its operations run here."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _INT32 = torch.iinfo(torch.int32)
 
 class DeviceTensor(torch.Tensor):
     inner: torch.Tensor  # type: ignore[assignment]  # hides torch.inner
-    """The values, or a meta tensor if compile-only mode created it."""
+    """The values, or a meta tensor if the tensor was created in compile-only mode."""
     memory: Allocation
-    # Class attributes are the defaults of most tensors, so that making one sets few.
+    # Class attributes hold the defaults, so that creating a tensor sets only a few attributes.
     part = False
-    """A view of another tensor."""
+    """Whether the tensor is a view of part of another one."""
     ghost = False
     """Whether the tensor was created in compile-only mode and has no values."""
     twin: torch.Tensor | None = None
-    """Stands in for `inner` in compile-only mode."""
+    """Replaces `inner` in compile-only mode."""
     epoch = 0
     index = 0  # type: ignore[assignment]
     pending = False
@@ -67,11 +67,11 @@ class DeviceTensor(torch.Tensor):
             return func.decompose(*args, **kwargs)
         return execute(info, args, kwargs)
 
-    # -- what Python code does with a tensor and the dispatcher never sees --
+    # -- attributes and methods that do not reach the dispatcher --
 
     @property
     def data(self) -> DeviceTensor:
-        # A parameter's is a tensor without its class, and may be changed in place whatever autograd thinks.
+        # For a parameter, return a plain tensor, which may be changed in place regardless of autograd.
         return self.detach() if isinstance(self, torch.nn.Parameter) else self  # type: ignore[return-value]
 
     @data.setter
@@ -88,7 +88,7 @@ class DeviceTensor(torch.Tensor):
         self.ghost, self.twin = value.ghost, None
 
     leave: Callable[[torch.Tensor], None]
-    """Return a parameter on the host."""
+    """Move a parameter to the host."""
 
     def data_ptr(self) -> int:
         return real(self).data_ptr()
@@ -145,7 +145,7 @@ def _from_host(host: torch.Tensor) -> DeviceTensor:
 
 
 def real(tensor: DeviceTensor) -> torch.Tensor:
-    """Its values. Values that compile-only mode never computed are garbage."""
+    """Return the tensor's values. Values that compile-only mode never computed are garbage."""
     if tensor.ghost:
         DEVICE.counters.step.garbage_reads += 1
         DEVICE.counters.event("garbage read", "a tensor of compile-only mode")
@@ -156,7 +156,7 @@ def real(tensor: DeviceTensor) -> torch.Tensor:
 
 
 def garbage(values: torch.Tensor) -> torch.Tensor:
-    """Numbers that are neither an index nor a token and far from those of a model; zeros on a kind card."""
+    """Fill with values that are no valid indices or tokens and far from a model's, or with zeros on a kind card."""
     if not DEVICE.hostile:
         return values.zero_()
     if values.dtype is torch.bool:
@@ -176,7 +176,7 @@ def _shape_only(tensor: DeviceTensor) -> torch.Tensor:
 
 
 class Operation(NamedTuple):
-    """An operation that was called while something is recorded."""
+    """An operation that was called during a recording."""
 
     info: OpInfo
     run: Callable[..., Any]
@@ -186,11 +186,11 @@ class Operation(NamedTuple):
     new: Sequence[DeviceTensor]
     """Results that are not arguments."""
     single: bool
-    """Whether it returned a single result rather than a sequence."""
+    """Whether the operation returned a single result and not a sequence."""
 
 
 def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[..., Any] | None = None) -> Any:
-    """Run one operation on the inner tensors, note it, and wrap what it returns."""
+    """Run an operation on the inner tensors, record it, and wrap its results."""
     device = DEVICE
     if device.blocked is not None:
         raise DeviceRefusal(device.blocked)
@@ -218,7 +218,7 @@ def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Call
         results = [call.wrap(item) if isinstance(item, torch.Tensor) else item for item in out]
         result = tuple(results) if isinstance(out, tuple) else results
     elif out is None and info.writes:
-        # Operations on lists change them and return nothing.
+        # Operations on lists of tensors change them in place and return nothing.
         single, result, results = True, None, (None,)
     else:
         return out
@@ -243,7 +243,7 @@ def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Call
 
 
 class Operands:
-    """The tensors of one operation on their way to the host and back, and the operation's key in the lazy graph."""
+    """The tensors of an operation while they are unwrapped and wrapped again, and its key in the lazy graph."""
 
     __slots__ = ("compile_only", "graph", "info", "inners", "key", "new", "wrappers")
 
@@ -257,7 +257,7 @@ class Operands:
         self.key: list[Any] = [info.name]
 
     def unwrap_all(self, args: Sequence[Any]) -> list[Any]:
-        """This takes most of the time, so the two common kinds of arguments are handled inline."""
+        """Unwrap the arguments. The two most common kinds are handled inline, since this takes most of the time."""
         found: list[Any] = []
         graph, key = self.graph, self.key
         for arg in args:
@@ -293,7 +293,7 @@ class Operands:
                     "Expected all tensors to be on the same device, but found at least two devices, "
                     f"{DEVICE.where} and {arg.device}! (aten.{self.info.name} at {here()})"
                 )
-            # A Python number in a tensor's clothing: part of the recipe like any scalar.
+            # Treat a zero-dimensional host tensor like a Python scalar, which is part of the recipe.
             self.key.append(arg.item())
             return arg.to("meta") if self.compile_only else arg
         self.key.append(arg if isinstance(arg, Hashable) else type(arg))
@@ -320,7 +320,7 @@ class Operands:
 
 def view_of(base: DeviceTensor, inner: torch.Tensor, memory: Allocation, part: bool) -> DeviceTensor:
     if torch.is_inference_mode_enabled() and not base.is_inference():
-        with torch.inference_mode(False):  # torch counts the changes of such a tensor with those of its views
+        with torch.inference_mode(False):  # torch versions such a tensor together with its views
             return DeviceTensor(inner, memory, part)
     return DeviceTensor(inner, memory, part)
 
@@ -333,7 +333,7 @@ def _values(tensor: DeviceTensor, compile_only: bool) -> torch.Tensor:
 
 
 def written(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> list[DeviceTensor]:
-    """Arguments that the operation changes in place."""
+    """Return the arguments that the operation changes in place."""
     found: list[DeviceTensor] = []
     for key in info.writes:
         value = kwargs.get(key) if isinstance(key, str) else (args[key] if key < len(args) else None)
@@ -346,7 +346,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _before(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Count or refuse an operation before anything runs."""
+    """Count or refuse an operation before it runs."""
     device = DEVICE
     name = f"aten.{info.name}"
     if check := _CHECKS.get(info.name):
@@ -371,15 +371,15 @@ def _before(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[s
 
 
 def refuse_values(what: str) -> None:
-    """Refuse to read a value while a graph is captured, or in compile-only mode, which computes no values."""
+    """Refuse to read a value during a graph capture, or in compile-only mode, which computes no values."""
     DEVICE.refuse_in_capture(f"{what} reads a value on the host")
     if DEVICE.compile_only:
         raise DeviceRefusal(f"{what} at {here()} reads a value, and compile-only mode computes none")
 
 
 def check_range(values: torch.Tensor, what: str) -> None:
-    """Refuse int64 values that do not fit into 32 bits, for lazy mode. In compiled mode int64 has 64 bits (bridge 1.19
-    and 1.24, env_flags: PT_ENABLE_INT64_SUPPORT is on where PT_HPU_LAZY_MODE=0)."""
+    """Refuse int64 values that do not fit into 32 bits, for lazy mode. In compiled mode, int64 has 64 bits (bridge 1.19
+    and 1.24, env_flags: PT_ENABLE_INT64_SUPPORT is on if PT_HPU_LAZY_MODE=0)."""
     if values.numel() == 0:
         return
     low, high = values.aminmax()
@@ -391,7 +391,7 @@ def check_range(values: torch.Tensor, what: str) -> None:
 
 
 def wide(tensor: DeviceTensor, what: str) -> None:
-    """Round a float64 result to the precision of the card."""
+    """Round a float64 result to the card's precision."""
     DEVICE.counters.step.float64_ops += 1
     DEVICE.counters.event("float64 computed as float32", what)
     kernels.through_float32(tensor.inner)
@@ -400,11 +400,11 @@ def wide(tensor: DeviceTensor, what: str) -> None:
 
 
 _WITHIN_REACH = (1 << 31) - 1
-"""Bytes of memory that every engine of a card can address, whatever the layout."""
+"""The number of bytes that every engine of a card can address, whatever the layout."""
 
 
 def _account(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], call: Operands, results: Sequence[Any]) -> None:
-    """Add the operation's work to the step."""
+    """Add the operation's work to the current step."""
     step = DEVICE.counters.step
     step.ops += 1
     made = 0
@@ -417,7 +417,7 @@ def _account(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], call: Op
     for position, (wrapper, inner) in enumerate(zip(call.wrappers, call.inners, strict=True)):
         target = next((i for i, item in enumerate(targets) if item is wrapper), None) if targets else None
         if target is not None:
-            del targets[target]  # given a second time, it is an operand like any other
+            del targets[target]  # if the tensor is passed again, that argument is an ordinary operand
             read, changed = changed_bytes(info.packet, info.overload, args, inner)
             moved += changed
         elif info.gathers and position == 0:
@@ -442,11 +442,12 @@ def download(what: str, tensor: DeviceTensor) -> torch.Tensor:
 
 
 Handler = Callable[[OpInfo, Sequence[Any], dict[str, Any]], Any]
-# Operations that are not plain computation, by name; and all of a namespace, such as collectives. Filled by others.
+# Handlers for operations that are more than computation, by name, and for whole namespaces such as collectives. Other
+# modules register them.
 _HANDLERS: dict[str, Handler] = {}
 _NAMESPACES: dict[str, Handler] = {}
 Check = Callable[[Sequence[Any], dict[str, Any]], None]
-# Torch's own operations that a card refuses in some forms, by name. Filled by others.
+# Checks for torch operations that a card refuses in some forms, by name. Other modules register them.
 _CHECKS: dict[str, Check] = {}
 
 

@@ -1,4 +1,4 @@
-"""Bytes of device memory that an operation has to read and write, computed from plain CPU (or meta) tensors."""
+"""The bytes of device memory that an operation reads and writes, computed from plain CPU (or meta) tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def distinct_elements(tensor: torch.Tensor) -> int:
-    """Return the number of elements in memory; those of an expanded tensor or of overlapping windows count once."""
+    """Return the number of distinct elements in memory, also for expanded tensors and overlapping windows."""
     numel = tensor.numel()
     if numel == 0 or tensor.is_contiguous():
         return numel
@@ -26,25 +26,25 @@ def distinct_bytes(tensor: torch.Tensor) -> int:
 
 
 def read_bytes(packet: str, position: int, args: Sequence[Any], kwargs: dict[str, Any], operand: torch.Tensor) -> int:
-    """Return the size of an operand, or of the part that the operation is listed as reading."""
+    """Return the size of an operand, or of the part that the operation reads of it according to `READS`."""
     part = READS.get(packet)
     nbytes = part(position, args, kwargs) if part is not None else None
     return distinct_bytes(operand) if nbytes is None else nbytes
 
 
 def gathered_bytes(table: torch.Tensor, made: int) -> int:
-    """A gather reads as much as it returns, however large the table is; expanded dimensions are read once."""
+    """Return the bytes that a gather reads: as many as it returns, but expanded dimensions are read only once."""
     numel = table.numel()
     return made * distinct_elements(table) // numel if numel else 0
 
 
 def changed_bytes(packet: str, overload: str, args: Sequence[Any], target: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes that an in-place operation reads and writes of its target."""
+    """Return how many bytes of its target an in-place operation reads and writes."""
     elements = distinct_elements(target)
     read = packet not in _OVERWRITES and overload != "out" and not overload.endswith("_out")
     touched = TOUCHED.get(packet)
     if touched is not None and read:
-        # Of repeated indices each element counts once.
+        # Elements with repeated indices count once.
         elements = min(elements, touched(args))
         read = packet in _ACCUMULATES or "reduce" in overload or _accumulates(packet, args)
     nbytes = elements * target.element_size()
@@ -56,7 +56,7 @@ def _accumulates(packet: str, args: Sequence[Any]) -> bool:
 
 
 def _put(args: Sequence[Any]) -> int:
-    """Return the number of elements that index_put_ addresses; a mask may address all of them."""
+    """Return the number of elements that index_put_ addresses. A mask may address all of them."""
     tensor, indices = args[0], args[1]
     index_tensors = [index for index in indices if index is not None]
     numel: int = tensor.numel()
@@ -87,9 +87,9 @@ _OVERWRITES = frozenset(
         *("exponential_", "bernoulli_", "geometric_", "cauchy_", "log_normal_"),
     )
 )
-# Bytes that an operation reads of an operand, from its position and the arguments; None for all of it.
+# For each packet, a function of the operand's position and the arguments that returns the bytes read, or None for all.
 READS: dict[str, Callable[[int, Sequence[Any], dict[str, Any]], int | None]] = {}
-# Elements that an indexed update addresses, from its arguments.
+# For each indexed update, a function of its arguments that returns the number of addressed elements.
 TOUCHED: dict[str, Callable[[Sequence[Any]], int]] = {
     **dict.fromkeys(("index_copy_", "index_add_", "index_reduce_"), _numel(3)),
     **dict.fromkeys(("scatter_", "scatter_add_", "scatter_reduce_"), _numel(2)),

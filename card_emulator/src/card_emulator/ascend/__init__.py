@@ -1,1 +1,1 @@
-"""An emulated CANN: what is below Huawei's own torch_npu."""
+"""An emulated CANN, the software below Huawei's torch_npu."""

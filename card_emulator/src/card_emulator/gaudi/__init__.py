@@ -1,1 +1,1 @@
-"""The parts that only a Gaudi has: lazy mode, HPU graphs, Habana's package and fused operations."""
+"""Code that applies only to a Gaudi: lazy mode, HPU graphs, Habana's package and fused operations."""

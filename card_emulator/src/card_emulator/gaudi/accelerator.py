@@ -1,9 +1,9 @@
-"""`torch.accelerator` beside a Gaudi: torch sees the card, but its memory calls do not know the card's allocator.
+"""`torch.accelerator` on a machine with a Gaudi. Torch sees the card, but its memory calls do not know its allocator.
 
-The card registers itself when torch is imported, so the calls are in place from the start. They raise the errors that
-were reported from cards: vllm-gaudi, patches.py and platform.py, and its pull requests 1383 (a Gaudi 3) and 1430.
-Reports exist for `empty_cache`, `empty_host_cache`, `get_memory_info` and `synchronize`; the other calls ask the same
-allocator.
+The card registers itself while torch is imported, so these calls are replaced from the start. They raise the errors
+that users of real cards reported: vllm-gaudi, patches.py and platform.py, and its pull requests 1383 (a Gaudi 3) and
+1430. The reports cover `empty_cache`, `empty_host_cache`, `get_memory_info` and `synchronize`. The other calls use the
+same allocator.
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ def _names() -> dict[str, Callable[..., Any]]:
 
 def install() -> None:
     for name, function in _names().items():
-        if hasattr(torch._C, name):  # an older torch has fewer, and no caller of the others
+        if hasattr(torch._C, name):  # older torch releases lack some of these, and nothing calls them there
             setattr(torch._C, name, function)

@@ -1,9 +1,9 @@
-"""`hpu_backend`, the bridge's backend of torch.compile, for eager mode.
+"""`hpu_backend`, the bridge's backend of torch.compile, for compiled mode.
 
-The part above the compiler is torch's own, as in the bridge (1.19, dynamo/compile_backend/backends.py): `aot_autograd`
-for inference, with mutations of inputs kept in the graph. Only the compiler is emulated: which operations it accepts
-(shared_layer.py), what it is known to compute wrongly, and that a graph is compiled at its first run. Of the bridge's
-decompositions, those that such rules concern are emulated, and of its passes, the one that writes into caches.
+As in the bridge (1.19, dynamo/compile_backend/backends.py), torch's `aot_autograd` prepares inference graphs, in which
+mutations of inputs stay. Only the compiler is emulated: which operations it accepts (shared_layer.py), what it is known
+to compute wrongly, and that it compiles a graph at the first run. The bridge's decompositions are emulated only where
+these rules depend on them, and of its passes only the one that updates caches in place.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ BACKEND = "hpu_backend"
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-# They leave the compiled graph, which is cut there (shared_layer.py, hpu_fallback_op_list).
+# These operations run outside the compiled graph, which is split there (shared_layer.py, hpu_fallback_op_list).
 _LEAVE = names(
     "seed manual_seed initial_seed get_rng_state set_rng_state slice_backward addcmul index nonzero _unique2 bincount"
 )
 
-# Of the bridge's decompositions (decomposition.py) those that decide what `_LEAVE` and the forms below meet.
+# The decompositions of the bridge (decomposition.py) that decide which operations reach the checks below.
 _DECOMPOSED = [
     aten.addcmul,
     aten.new_ones,
@@ -47,7 +47,7 @@ _DECOMPOSED = [
 
 
 def hpu_backend(module: fx.GraphModule, examples: Sequence[torch.Tensor], **kwargs: Any) -> Any:
-    from torch._dynamo.backends.common import aot_autograd  # takes a second, so not before
+    from torch._dynamo.backends.common import aot_autograd  # this takes a second, so import it only when needed
 
     if DEVICE.lazy:
         raise DeviceRefusal(f"torch.compile with {BACKEND} in lazy mode, at {here()}; switch dynamo off")
@@ -88,8 +88,8 @@ def _compile(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
 
 
 def _write_in_place(graph: fx.Graph) -> None:
-    """If a tensor is copied with some rows changed and written back, and nothing else reads the old tensor, only those
-    rows are written (passes.py, pass_reinplace_index_copy_ops)."""
+    """Update only the changed rows if a tensor is copied with some rows changed and then written back, and nothing else
+    reads the old tensor (passes.py, pass_reinplace_index_copy_ops)."""
     for node in list(graph.nodes):
         if node.target is not aten.index_copy.default:
             continue
@@ -102,10 +102,10 @@ def _write_in_place(graph: fx.Graph) -> None:
 
 
 def _lay_out(node: fx.Node) -> None:
-    """Give an operation's result the memory layout that it has in the trace, on which the graph's views depend.
+    """Give an operation's result the memory layout from the trace, which the graph's views rely on.
 
     Torch traces elementwise operations on a Gaudi with contiguous results (_subclasses/fake_impls.py,
-    is_noncontiguous_supported), while its CPU kernels keep the order of their operands' dimensions.
+    is_noncontiguous_supported), but its CPU kernels keep the dimension order of their operands.
     """
     traced = node.meta.get("val")
     if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(traced, torch.Tensor):
@@ -164,8 +164,9 @@ def _check(node: fx.Node) -> None:
 
 
 def _leaves(node: fx.Node, name: str) -> bool:
-    """C16: shared_layer.py, check_for_default_fallback and index_put_support_check; of views as another dtype
-    schema_matching.cpp (1.19), and the bridge's own test of them is in compile_eager_fallback_list.json."""
+    """Whether an operation runs outside the compiled graph. C16: shared_layer.py, check_for_default_fallback and
+    index_put_support_check. For views as another dtype, see schema_matching.cpp (1.19) and the bridge's test in
+    compile_eager_fallback_list.json."""
     if name in _LEAVE or node.target is aten.view.dtype:
         return True
     if name == "permute" and node.meta["val"].dtype is torch.int64:
@@ -179,8 +180,8 @@ def _leaves(node: fx.Node, name: str) -> bool:
 
 
 def _computes_in_64_bits(node: fx.Node, name: str) -> bool:
-    """O01: int64 has 64 bits in compiled mode. Such an operation is never fused with its neighbors, and takes twice as
-    long as on int32 (HabanaAI/Intel_Gaudi3_Software, tpc_fuser.cpp)."""
+    """Whether an operation uses int64, which has 64 bits in compiled mode (O01). It is never fused with its neighbors
+    and takes twice as long as with int32 (HabanaAI/Intel_Gaudi3_Software, tpc_fuser.cpp)."""
     made = [tensor for tensor in tree_leaves(node.meta["val"]) if isinstance(tensor, torch.Tensor)]
     operands = [item.meta.get("val") for item in node.all_input_nodes]
     return name in INT_ARITHMETIC and any(
@@ -189,7 +190,7 @@ def _computes_in_64_bits(node: fx.Node, name: str) -> bool:
 
 
 def _wrong_where(condition: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """C17: vllm-gaudi, ops/causal_conv1d_pytorch.py, on integers."""
+    """Select the wrong branch, as compiled `where` does on integers (C17: vllm-gaudi, ops/causal_conv1d_pytorch.py)."""
     return torch.where(condition, right, left)
 
 

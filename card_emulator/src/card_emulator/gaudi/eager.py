@@ -1,5 +1,5 @@
-"""Operations outside of regions in compiled mode. The bridge reuses what it compiled for one of them for operations of
-other sizes, if its key for them is equal (v1.24.0, habana_eager/eager_exec.cpp, calculate_operator_key).
+"""Operations outside regions in compiled mode. The bridge reuses a compiled operation for other sizes if its cache key
+is the same (v1.24.0, habana_eager/eager_exec.cpp, calculate_operator_key).
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ _FLAG = "PT_HPU_ENABLE_EAGER_CACHE"
 
 
 def _concatenation(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """C35: the key lacks the dimension. A recipe that was compiled for the last dimension, which is the compiler's
-    first, supports no other (HabanaAI/Intel_Gaudi3_Software, concatenate_node.cpp)."""
+    """Refuse a concatenation that would reuse the wrong recipe (C35). The cache key lacks the dimension, and a recipe
+    for the last dimension, the compiler's first, supports no other (HabanaAI/Intel_Gaudi3_Software,
+    concatenate_node.cpp)."""
     if DEVICE.lazy or not DEVICE.hostile or DEVICE.capture is not None or DEVICE.bridge_flags.get(_FLAG):
         return
     tensors: Sequence[Any] = args[0]
     if len({id(tensor) for tensor in tensors}) < len(tensors) or len(tensors) < 2:
         return
     if not all(isinstance(tensor, DeviceTensor) and tensor.dim() for tensor in tensors):
-        return  # torch's own error
+        return  # torch raises its own error
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     num_dims = tensors[0].dim()
     is_last = dim % num_dims == num_dims - 1

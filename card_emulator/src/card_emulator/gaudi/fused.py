@@ -1,6 +1,6 @@
-"""Habana's fused operations in plain torch, with the arguments of torch.ops.hpu; each counts as one operation.
+"""Habana's fused operations in plain torch, with the arguments of torch.ops.hpu. Each one counts as one operation.
 
-The results follow the public sources and documentation of the bridge; rounding inside the real kernels differs.
+The results follow the bridge's public sources and documentation. The rounding inside the real kernels differs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def rotary_pos_embedding(
     offset: int,
     mode: int,
 ) -> torch.Tensor:
-    """Mode 0 rotates halves (neox), and mode 1 neighbors; sin and cos have the full rotary width."""
+    """Rotate halves (mode 0, neox) or neighbors (mode 1). `sin` and `cos` have the full rotary width."""
     if position_ids is not None:
         sin, cos = (table[position_ids.long()].unsqueeze(1) for table in (sin, cos))
     elif offset:
@@ -92,8 +92,8 @@ def sdpa_fwd(
     window: Sequence[int],
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Shapes are [B, H, S, D]; key and value heads are repeated if there are fewer of them. As in the kernel, a causal
-    mask is aligned to the first key, and padding can be left out only without a mask."""
+    """Compute attention over [B, H, S, D]. Key and value heads are repeated if there are fewer of them. As in the
+    kernel, a causal mask is aligned to the first key, and padding can be skipped only without a mask."""
     if DEVICE.hostile:
         check_sdpa(q, mask, is_causal, softmax_mode, valid_seq_len, seq_padding_type)
         check_sinks(q, sink)
@@ -119,7 +119,7 @@ def hidden_keys(
     seq_padding_type: str,
     window: Sequence[int],
 ) -> torch.Tensor | None:
-    """Return which keys a query does not see, not counting those of a mask; None if it sees all."""
+    """Return which keys each query must not see, apart from the mask, or None if it sees all."""
     num_queries, num_keys = q.shape[-2], k.shape[-2]
     hidden = None
     if is_causal or max(window, default=-1) >= 0:
@@ -147,8 +147,8 @@ def _spelt_out(
     sinks: torch.Tensor | None,
     is_fast: bool,
 ) -> torch.Tensor:
-    """Exponentials are in bfloat16 with `is_fast`, which changes the output of some models (vllm-gaudi, features.py,
-    fp32_softmax). `sinks` has one score per head, whose weight is left out of the product."""
+    """Compute attention step by step. With `is_fast`, exponentials are in bfloat16, which changes the output of some
+    models (vllm-gaudi, features.py, fp32_softmax). `sinks` adds one score per head to the softmax, but no value."""
     k, v = (part.repeat_interleave(q.shape[-3] // part.shape[-3], -3) for part in (k, v))
     scores = (q @ k.transpose(-1, -2)) * scale
     if bias is not None:
@@ -166,7 +166,7 @@ _SOFTMAX_MODES = ("None", "fast", "fp32")
 _PADDING_SIDES = ("left", "right")
 _MOST_QUERIES = 65536
 _LARGEST_MASK = 4 * GIB
-# Of one row: offsets into it have 32 bits and a sign (vllm-gaudi, pull request 1749).
+# The size of one row's mask at which its signed 32-bit offsets overflow (vllm-gaudi, pull request 1749).
 MASK_OVERFLOW = 2 * GIB
 
 
@@ -193,25 +193,25 @@ def check_sdpa(
 
 
 def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
-    """Refuse sinks in any form but the one that vllm-gaudi passes, the layer's unchanged parameter
+    """Refuse sinks except in the form that vllm-gaudi passes, which is the layer's unchanged parameter
     (extension/ops.py)."""
     if sinks is not None and (sinks.dtype != q.dtype or sinks.shape != q.shape[-3:-2]):
         raise DeviceRefusal(f"hpu::sdpa_fwd with sinks {list(sinks.shape)} in {sinks.dtype} for queries in {q.dtype}")
 
 
 def _lanes(dtype: torch.dtype) -> int:
-    """Results per block are padded to the vector width of the card."""
+    """Return the card's vector width, to which the results of each block are padded."""
     return 64 if dtype == torch.float32 else 128
 
 
 def block_softmax(
     attn: torch.Tensor, block_bias: torch.Tensor, block_groups: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """attn [blocks, kv_heads, q_per_kv, tokens, block_size] -> exp(attn - maximum of the block), maxima, sums.
+    """Return exp(attn - block maximum), the block maxima, and the block sums.
 
-    Maxima and sums are flat per block and padded to whole vectors; blocks of group -1 come out zero. Only forms that
-    somebody has run are accepted: vllm-gaudi calls it with one query per row, in bfloat16 (extension/features.py,
-    ops.py)."""
+    `attn` is [blocks, kv_heads, q_per_kv, tokens, block_size]. Maxima and sums are flattened per block and padded to
+    whole vectors. Blocks of group -1 become zero. Only what somebody has run is accepted: vllm-gaudi passes one query
+    per row, in bfloat16 (extension/features.py, ops.py)."""
     if DEVICE.hostile and (attn.dim() != 5 or attn.shape[3] != 1 or attn.dtype != torch.bfloat16):
         raise DeviceRefusal(
             f"hpu::block_softmax with {attn.shape[3] if attn.dim() == 5 else attn.dim()} queries in {attn.dtype}: "
@@ -237,7 +237,7 @@ def block_softmax_adjustment(
     batch_size: int,
     out_shape: Sequence[int],
 ) -> torch.Tensor:
-    """Return exp(maximum of the block - maximum of its group) / sum of its group, in `out_shape`."""
+    """Return exp(block maximum - group maximum) / group sum, in `out_shape`."""
     per_block = 1
     for size in out_shape[1:]:
         per_block *= size
@@ -263,8 +263,8 @@ def cast_to_fp8_v2(
     dtype: torch.dtype | None = None,
     scale_shape: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x * scale in FP8, and the largest magnitude of x or an empty tensor."""
-    if scale is None or scale.dtype is not torch.bfloat16:  # vllm-gaudi has such (extension/ops.py, dynamic_quant)
+    """Return x * scale in FP8, and the maximum of |x| or an empty tensor."""
+    if scale is None or scale.dtype is not torch.bfloat16:  # vllm-gaudi passes these (extension/ops.py, dynamic_quant)
         check_fp8(scale)
     if DEVICE.hostile and x.dtype not in (torch.float32, torch.bfloat16, *_FP8):
         raise DeviceRefusal(f"hpu::cast_to_fp8_v2 of {x.dtype}; it takes float32, bfloat16 and FP8")
@@ -299,10 +299,10 @@ def fp8_gemm_v2(
     accumulate: bool = False,
     B_scale_shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """The scales multiply the product. The product is computed in float64, where sums of such products are exact in any
-    order, so a row does not depend on the number of rows. For bfloat16, the sum and the scale are rounded before they
-    are multiplied. This matches vllm-gaudi's two files of layers with static scales to the bit (v0.26.0,
-    test_hpu_compressed_tensors)."""
+    """Return the product times its scales. The product is computed in float64, where these sums are exact in any order,
+    so the result for a row does not depend on the number of rows. For bfloat16, the sum and the scale are each rounded
+    before they are multiplied. The result is bitwise equal to that in vllm-gaudi's two files for layers with static
+    scales (v0.26.0, test_hpu_compressed_tensors)."""
     check_fp8(A_scale_inv, B_scale_inv)
     left = A.double().transpose(-1, -2) if trans_A else A.double()
     right = B.double().transpose(-1, -2) if trans_B else B.double()
@@ -322,15 +322,15 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def check_fp8(*scales: torch.Tensor | None) -> None:
-    """Tensors created under vLLM's loader have the model's dtype unless they ask for another one (vllm-gaudi, pull
-    request 978)."""
+    """Refuse scales that are not float32. Under vLLM's loader, tensors get the model's dtype unless they specify
+    another one (vllm-gaudi, pull request 978)."""
     for scale in scales:
         if DEVICE.hostile and scale is not None and scale.dtype is not torch.float32:
             raise DeviceRefusal(f"a scale of {scale.dtype} is a mismatch of types; the FP8 kernels take float32")
 
 
 def _times(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply in bfloat16 if `x` has that dtype, with the scale rounded first; the same files show it."""
+    """Multiply in bfloat16 if `x` is bfloat16, after rounding the scale, as the files for `fp8_gemm_v2` show."""
     return x * scale.bfloat16() if x.dtype is torch.bfloat16 else x.float() * scale
 
 
@@ -341,8 +341,8 @@ def convert_from_uint4(
     out_dtype: torch.dtype,
     g_idx: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """int32 [K, N / 8], the lowest bits first -> [K, N]; scales and zero points by groups of rows, which g_idx names.
-    The AWQ, GPTQ and compressed-tensors layers in vllm-gaudi's tests come out right with it."""
+    """Unpack int32 [K, N / 8], lowest bits first, into [K, N]. Scales and zero points belong to groups of rows, which
+    `g_idx` assigns. The AWQ, GPTQ and compressed-tensors layers in vllm-gaudi's tests give correct results with it."""
     weight = _nibbles(packed)
     if g_idx is None:
         rows = torch.arange(weight.shape[0], device=packed.device) // (weight.shape[0] // scale.shape[0])
@@ -358,7 +358,7 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
     return ((packed.unsqueeze(-1) >> shifts) & 15).flatten(-2).float()
 
 
-# --- the same with scales that are Python numbers ---
+# --- the same operations with Python numbers as scales ---
 
 
 def _as_tensor(scale: float | Sequence[float] | None, like: torch.Tensor) -> torch.Tensor | None:
@@ -394,14 +394,14 @@ def _shaped(scale: torch.Tensor, shape: Sequence[int] | None) -> torch.Tensor:
 
 
 def define(schemas: str, kernels_by_name: dict[str, Any]) -> None:
-    """Operations of `torch.ops.hpu`; a line that begins with a space continues the previous one."""
+    """Define operations in `torch.ops.hpu`. A line that begins with a space continues the previous one."""
     global _library
     _library = _library or Library("hpu", "DEF")
     for schema in schemas.replace("\n ", " ").strip().splitlines():
         _library.define(schema)
     for name, kernel in kernels_by_name.items():
         _library.impl(name, kernel, "CompositeExplicitAutograd")
-        # Called without the dispatcher once the wrappers are off, which is most of a small operation's time.
+        # Kernels for unwrapped tensors are called directly: the dispatcher would take most of a small operation's time.
         packet, _, overload = name.partition(".")
         kernels.KERNELS[f"hpu::{packet}.{overload or 'default'}"] = kernel
 

@@ -1,4 +1,4 @@
-"""HPU graphs: a module's forward pass is recorded once for each geometry of its inputs, and replayed afterwards."""
+"""HPU graphs: a module's forward pass is recorded once per combination of input shapes, and replayed afterwards."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from card_emulator.tensor import DeviceTensor, real
 
 
 class GraphCapture(Capture):
-    """A recipe is the part between two markers: operations, scalars, and the geometry of tensors. If each layer of a
-    model ends with a marker, equal layers are one recipe."""
+    """A graph capture that counts recipes. A recipe is the part between two markers: its operations, scalars and tensor
+    layouts. If every layer of a model ends with a marker, equal layers share one recipe."""
 
     what = "HPU graph capture"
 
@@ -31,7 +31,7 @@ class GraphCapture(Capture):
     def _begin_recipe(self) -> None:
         self._recipe = 0
         self._numbers: dict[tuple[str, int], int] = {}
-        """The numbers of the tensors in it, in order."""
+        """The IDs of the current recipe's tensors, in the order in which they first appear."""
 
     def _append(
         self, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], outs: int | list[int], line: Line
@@ -58,7 +58,7 @@ class GraphCapture(Capture):
         self._begin_recipe()
 
     def check_write(self, target: DeviceTensor, info: OpInfo, line: Line) -> None:
-        # Intel's documentation of HPU Graphs, limitations: no in-place update of a view, whoever made its memory.
+        # A limitation in Intel's HPU Graphs documentation: no in-place updates of views, whatever memory they share.
         if not target.part or not DEVICE.hostile:
             return
         raise DeviceRefusal(
@@ -75,33 +75,33 @@ class GraphCapture(Capture):
             )
 
 
-# A replay takes the memory of its arguments as it is (bridge 1.19, HPUGraph.cpp, replayV3; what is compared there are
-# sizes), and these are 32 bits wide in it (get_n_bytes.h; PT_ENABLE_INT64_SUPPORT is off by default). So a graph that
-# was captured with one of two takes the other: vllm-gaudi's decode graphs get positions in int32 in warm-up and in
-# int64 in steps with drafts (v0.26.0, hpu_model_runner.py, _create_decode_input_data).
+# A replay uses the memory of its arguments as it is and compares only sizes (bridge 1.19, HPUGraph.cpp, replayV3). In
+# that memory, 64-bit values take 32 bits (get_n_bytes.h; PT_ENABLE_INT64_SUPPORT is off by default), so a graph that
+# was captured with one width also accepts the other. vllm-gaudi's decode graphs get positions as int32 in warm-up and
+# as int64 in steps with drafts (v0.26.0, hpu_model_runner.py, _create_decode_input_data).
 _STORED_AS = {torch.int64: torch.int32, torch.float64: torch.float32}
 
 
 class Form(NamedTuple):
-    """Geometry of a tensor among the arguments."""
+    """The memory layout of a tensor argument."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
     number: int
-    """The tensor's number. A tensor that is passed twice has a single number."""
+    """The tensor's ID. If a tensor is passed twice, both arguments have the same ID."""
 
 
 class Inputs:
-    """Arguments: the number that selects a graph, what a recorded graph depends on besides, and the device tensors."""
+    """The arguments of a call: the key that selects a graph, the layouts that it relies on, and the device tensors."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         self.tensors: list[DeviceTensor] = []
         self._seen: dict[int, int] = {}
         self.wiring = (self._walk(args), self._walk(kwargs))
-        # The bridge compares nothing: a hash of shapes, views and Python values, without dtypes (1.19, graphs.py,
-        # input_hash). A kind card knows its arguments.
+        # The bridge only looks up a hash of shapes, strides and Python values, without dtypes (1.19, graphs.py,
+        # input_hash). A kind card compares the arguments themselves.
         self.key = input_hash((args, kwargs)) if DEVICE.hostile else self.wiring
 
     def _walk(self, value: Any) -> Any:
@@ -126,7 +126,7 @@ class Inputs:
 
 
 def _difference(wiring: Any, now: Any) -> str:
-    """Return the first argument that differs, and how it differs."""
+    """Return the name of the first argument that differs, and both of its values."""
     (_, *unnamed), (_, *named) = wiring
     (_, *unnamed_now), (_, *named_now) = now
     pairs = [(f"argument {number}", *pair) for number, pair in enumerate(zip(unnamed, unnamed_now, strict=False))]
@@ -139,7 +139,7 @@ def _difference(wiring: Any, now: Any) -> str:
 
 
 def _first_different(before: Any, now: Any) -> tuple[Any, Any]:
-    """The parts in which two wirings differ."""
+    """Return the innermost pair of parts that differ."""
     if isinstance(before, tuple) and isinstance(now, tuple) and len(before) == len(now):
         for part, other in zip(before, now, strict=True):
             if part != other:
@@ -148,7 +148,8 @@ def _first_different(before: Any, now: Any) -> tuple[Any, Any]:
 
 
 def input_hash(value: Any) -> int:
-    """Tensors inside other objects are not inputs; such an object is identified by its own hash, often its identity."""
+    """Return the bridge's hash of the arguments. Tensors inside other objects are not inputs; such an object is
+    identified by its own hash, which is often its identity."""
     if isinstance(value, dict):
         return input_hash(tuple(value.items()))
     if isinstance(value, (list, tuple)):
@@ -181,7 +182,7 @@ def _field_names(kind: Any) -> tuple[str, ...]:
 
 
 def _map(value: Any, convert: Callable[[DeviceTensor], Any]) -> Any:
-    """Return the same structure with its device tensors replaced."""
+    """Return a copy of the structure in which `convert` has replaced each device tensor."""
     if isinstance(value, DeviceTensor):
         return convert(value)
     if isinstance(value, tuple):
@@ -190,7 +191,7 @@ def _map(value: Any, convert: Callable[[DeviceTensor], Any]) -> Any:
     if isinstance(value, list):
         return [_map(item, convert) for item in value]
     if isinstance(value, dict):
-        changed = copy.copy(value)  # of its own class: optimum-habana reads the logits of one by attribute
+        changed = copy.copy(value)  # keep the class: optimum-habana reads `logits` as an attribute of such a dict
         for key, item in value.items():
             changed[key] = _map(item, convert)
         return changed
@@ -207,7 +208,7 @@ def _tensors(value: Any) -> list[DeviceTensor]:
 
 
 class CapturedGraph:
-    """A recorded graph with its output tensors: the same objects at every replay, overwritten by the next one."""
+    """A recorded graph with its output tensors. Every replay returns the same tensor objects with new values."""
 
     def __init__(
         self, record: GraphRecord, program: Program, work: Tally, outputs: Any, capture: Capture, wiring: Any
@@ -216,7 +217,7 @@ class CapturedGraph:
         self.outputs = outputs
         self.wiring = wiring
         self.unread: list[tuple[int, DeviceTensor]] = []
-        """Inputs that the capture did not read, with their indices; later calls copy their own inputs into these."""
+        """Inputs that the graph does not read, with their positions. Later calls copy their own inputs into these."""
         self.read = capture.read_inputs({tensor.slot for tensor in _tensors(outputs) if capture.owns(tensor)})
         self._dtypes = capture.input_dtypes
         self._program = program
@@ -253,7 +254,7 @@ class CapturedGraph:
     def copy_unread(self, inputs: Sequence[DeviceTensor]) -> None:
         """Copy inputs that the graph does not read into the tensors of the first call.
 
-        The bridge does so before each replay (1.19, graphs.py, copy_to), by a graph of its own that is compiled at the
+        The bridge does so before each replay (1.19, graphs.py, copy_to), with a separate graph that is compiled at the
         second call.
         """
         for index, first in self.unread:
@@ -265,7 +266,7 @@ class CapturedGraph:
         DEVICE.graphs_held -= 1
 
     def _current(self, tensor: DeviceTensor, inputs: Sequence[DeviceTensor]) -> DeviceTensor:
-        """Return the input of this call for an output that is an input."""
+        """Return the current call's tensor if the output is an input of the graph, else the output itself."""
         slot = self._passed_on.get(id(tensor))
         return tensor if slot is None else inputs[slot]
 
@@ -273,7 +274,7 @@ class CapturedGraph:
 def capture_call(
     name: str, wiring: Any, forward: Callable[..., Any], args: Any, kwargs: Any, inputs: Sequence[DeviceTensor]
 ) -> CapturedGraph:
-    """Run `forward` once while recording it. Its side effects happen, except in compile-only mode."""
+    """Run `forward` once while recording it. Its side effects take place, except in compile-only mode."""
     device = DEVICE
     device.queue.flush("graph capture")
     capture = GraphCapture(name)
@@ -287,7 +288,7 @@ def capture_call(
         outputs = forward(*args, **kwargs)
     except BaseException:
         if device.hostile:
-            # The bridge's wrapper has no other way to end a capture than to come to its end (1.19, graphs.py).
+            # The bridge's wrapper ends a capture only when the forward pass returns (1.19, graphs.py).
             device.blocked = f"the capture of {name} was left by an exception, and its stream is still in it"
         raise
     finally:
@@ -317,7 +318,8 @@ def _finish(capture: GraphCapture, work: Tally, outputs: Any, wiring: Any, where
 
 
 def _check_outputs(outputs: Any) -> None:
-    """The bridge finds the tensors of an output in lists, tuples, dicts and `__dict__` (1.19, extract_tensors)."""
+    """Refuse outputs with tensors that the bridge does not find. It looks in lists, tuples, dicts and `__dict__` (1.19,
+    extract_tensors)."""
     if isinstance(outputs, dict):
         outputs = tuple(outputs.values())
     if isinstance(outputs, (list, tuple)):
@@ -331,7 +333,7 @@ def _check_outputs(outputs: Any) -> None:
 
 
 def _describe(wiring: Any) -> str:
-    """Return the shapes of the arguments, in order, which distinguish the graphs of a module."""
+    """Return the shapes of the arguments in order, to tell the graphs of a module apart."""
     shapes: list[str] = []
 
     def walk(part: Any) -> None:
@@ -350,7 +352,7 @@ def _describe(wiring: Any) -> str:
 
 
 class GraphCache:
-    """Replaces a module's forward."""
+    """A replacement for a module's forward pass, which captures one graph per key and replays it."""
 
     def __init__(self, module: torch.nn.Module, hold_inputs: bool, max_graphs: int | None) -> None:
         self._module = module
@@ -398,7 +400,7 @@ class GraphCache:
         return graph.outputs
 
     def _hold(self, inputs: Inputs) -> list[DeviceTensor]:
-        """Update the graph's own copies of the inputs."""
+        """Copy the inputs into the graph's own tensors and return these."""
         held = self._held.get(inputs.key)
         if held is None:
             held = self._held[inputs.key] = [DeviceTensor(_like(tensor)) for tensor in inputs.tensors]
@@ -430,7 +432,7 @@ def wrap_in_hpu_graph(
     max_graphs: int | None = None,
 ) -> torch.nn.Module:
     cache = GraphCache(module, not disable_tensor_cache, max_graphs)
-    # Through setattr: nn.Module declares these as its own, and they belong to this instance alone.
+    # Use setattr because nn.Module declares these attributes for the class, and they are set on one instance.
     for name, value in (
         ("forward", cache),
         ("clear_cache", cache.clear_cache),
@@ -441,7 +443,8 @@ def wrap_in_hpu_graph(
 
 
 class HPUGraph:
-    """The low-level form: tensors from before the capture are read in place, and those made inside are overwritten."""
+    """The low-level interface. Tensors that existed before the capture are read in place; tensors created during the
+    capture are overwritten by each replay."""
 
     def __init__(self) -> None:
         self._graph: CapturedGraph | None = None

@@ -1,4 +1,4 @@
-"""A stand-in for the `habana_frameworks` package: the part of it that a worker calls."""
+"""A stand-in for the parts of the `habana_frameworks` package that a worker calls."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class FusedSDPA:
         if dropout_p or return_attn_probs or return_dropout_mask:
             raise NotImplementedError("FusedSDPA: dropout and returned probabilities are not emulated")
         if DEVICE.hostile and not torch.is_inference_mode_enabled():
-            # Its training path (vllm-gaudi, pull request 1104; vllm-fork, 1691).
+            # Outside inference mode, it takes its training path (vllm-gaudi, pull request 1104; vllm-fork, 1691).
             raise DeviceRefusal("FusedSDPA outside of inference_mode: in training it recomputes only if causal")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         window = list(window_size)
         if not passes_sinks_on():
-            sink = None  # without a word (bridge v1.24.0, sdpa_gen.cpp)
+            sink = None  # as in the bridge, without a warning (v1.24.0, sdpa_gen.cpp)
         return torch.ops.hpu.sdpa_fwd(
             q, k, v, attn_mask, 0.0, scale, is_causal, softmax_mode, valid_seq_len, seq_padding_type, window, sink
         )
@@ -100,7 +100,7 @@ def apply_rotary_pos_emb(
     mode: RotaryPosEmbeddingMode = RotaryPosEmbeddingMode.BLOCKWISE,
     /,
 ) -> torch.Tensor:
-    # The raw operation takes sin before cos.
+    # The underlying operation takes sin before cos.
     return torch.ops.hpu.rotary_pos_embedding(p, sin, cos, position_ids, offset, mode.value)
 
 
@@ -123,7 +123,7 @@ def hpu_set_env(model: Any = None, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Metric:
-    """Counts since this object was created."""
+    """Counts since this object was created, or since the process started."""
 
     def __init__(self, name: str, since_start: bool) -> None:
         if name not in ("graph_compilation", "cpu_fallback", "memory_defragmentation", "recipe_cache"):
@@ -154,7 +154,7 @@ def metric_localcontext(name: str) -> Iterator[Metric]:
 
 @contextmanager
 def env_setting(name: str, value: Any) -> Iterator[None]:
-    """Changes a flag of the bridge within a context."""
+    """Temporarily set a bridge flag, restoring its previous value on exit."""
     before = DEVICE.bridge_flags.get(name)
     _apply(name, value)
     try:
@@ -166,7 +166,7 @@ def env_setting(name: str, value: Any) -> Iterator[None]:
 def _apply(name: str, value: Any) -> None:
     DEVICE.bridge_flags[name] = value
     if name == "PT_COMPILE_ONLY_MODE":
-        # What is pending belongs to the mode it was issued in.
+        # Pending operations belong to the mode in which they were issued.
         DEVICE.queue.flush(name)
         DEVICE.compile_only = bool(value)
     elif name == "PT_HPU_ENABLE_LAZY_COLLECTIVES":
@@ -176,14 +176,14 @@ def _apply(name: str, value: Any) -> None:
 
 
 def make_modules(torch_hpu: ModuleType) -> dict[str, ModuleType]:
-    """Return the stand-in's modules by their full names, linked as attributes of their parents."""
+    """Return the stand-in's modules by full name, each set as an attribute of its parent."""
     grouping = {
         function.__name__: function
         for function in (recomputing.is_gqa, recomputing.gqa_input_reshape_fwd, recomputing.gqa_output_reshape)
     }
     contents: dict[str, dict[str, Any]] = {
         "": {},
-        "torch": {"hpu": torch_hpu, "torch": torch},  # the real package imports torch under that name
+        "torch": {"hpu": torch_hpu, "torch": torch},  # the real package also imports torch under this name
         "torch.core": {
             "mark_step": mark_step,
             "hpu_initialize": hpu_initialize,
@@ -211,7 +211,7 @@ def make_modules(torch_hpu: ModuleType) -> dict[str, ModuleType]:
             "apply_rotary_pos_emb": apply_rotary_pos_emb,
             "fp8_fused_sdpa": recomputing.fp8_fused_sdpa,
         },
-        # Modules beside the class of that name, which is what the package's attribute is.
+        # In the package, the attribute of this name is the class. The submodule of the same name is separate.
         **{f"torch.hpex.kernels.{name}": grouping for name in ("FusedSDPA", "Fp8FusedSDPA")},
         "torch.hpex.normalization": {"FusedRMSNorm": FusedRMSNorm},
         "torch.distributed": {},
@@ -221,11 +221,11 @@ def make_modules(torch_hpu: ModuleType) -> dict[str, ModuleType]:
     for name, attributes in contents.items():
         full = ".".join(filter(None, ("habana_frameworks", name)))
         module = ModuleType(full)
-        module.__path__ = []  # a package, so that its submodules can be imported
+        module.__path__ = []  # mark it as a package, so that its submodules can be imported
         vars(module).update(attributes)
         modules[full] = module
     for full, module in modules.items():
-        if module.__spec__ is None:  # which whoever only asks whether the package is there looks at
+        if module.__spec__ is None:  # importlib.util.find_spec reads it to tell whether the package exists
             module.__spec__ = ModuleSpec(full, None, is_package=True)
         parent, _, last = full.rpartition(".")
         if parent in modules and last not in vars(modules[parent]):

@@ -1,4 +1,4 @@
-"""The module `torch.hpu`."""
+"""The `torch.hpu` module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 
 
 class Streams(runtime.Streams):
-    """A capture must end on the stream on which it began; otherwise the process ends (bridge 1.19, HPUGraph.cpp)."""
+    """Streams that refuse to change during a capture. If a capture ends on a stream other than the one on which it
+    began, the process ends (bridge 1.19, HPUGraph.cpp)."""
 
     @contextmanager
     def stream(self, chosen: runtime.Stream | None) -> Iterator[None]:
@@ -33,19 +34,19 @@ class Streams(runtime.Streams):
 
 
 def get_device_properties(device: Any = None) -> NoReturn:
-    """A class of this name exists, but lacks the fields of CUDA's (vllm-gaudi, platform.py, replaces it by CUDA's)."""
+    """Raise an error. The real result lacks the fields of CUDA's, so vllm-gaudi replaces this call (platform.py)."""
     raise NotImplementedError("torch.hpu.get_device_properties has nothing that is known; ask torch.hpu.mem_get_info")
 
 
 def get_device_name(device: Any = None) -> str:
-    """Return the card's name, preceded by lines of the runtime's log if that is written to the console
+    """Return the card's name, preceded by lines of the runtime's log if the log goes to the console
     (vllm-gaudi#963)."""
     name = DEVICE.generation.upper()
     return f"[device] opened\n{name}" if DEVICE.hostile and DEVICE.console else name
 
 
 class device:
-    """The context `torch.hpu.device(0)`, which changes nothing because a process has a single card."""
+    """The context manager `torch.hpu.device(0)`. It changes nothing, because a process has only one card."""
 
     def __init__(self, device: Any) -> None:
         runtime.set_device(device)
@@ -75,9 +76,9 @@ def make_module() -> ModuleType:
         **Streams(runtime.Stream).contents(),
     }
     if DEVICE.lazy:
-        # Graphs exist in lazy mode only; elsewhere the attribute is missing, as on the device.
+        # Graphs exist only in lazy mode. In compiled mode, the attribute is missing, as on a card.
         contents["HPUGraph"] = graphs.HPUGraph
         contents["wrap_in_hpu_graph"] = graphs.wrap_in_hpu_graph
     module = runtime.make_module(contents)
-    module.__path__ = []  # a package
+    module.__path__ = []  # mark it as a package
     return module

@@ -1,6 +1,6 @@
-"""Operations that a Gaudi's kernels support only in some forms, or compute differently.
+"""Operations that a Gaudi supports only in some forms, or computes differently.
 
-Rules come from the bridge's published source (v1.19) unless another source is named; the numbers are those of
+The rules come from the bridge's published source (v1.19) unless another source is named. The row numbers are those of
 docs/contributing/quirks.md. A kind card has none of these quirks.
 """
 
@@ -25,7 +25,7 @@ def _refuse(what: str) -> None:
     raise DeviceRefusal(f"{what}, at {here()}")
 
 
-# --- forms that have no kernel: they run on the host, and in a capture end the process ---
+# --- forms without a kernel: they run on the host, and end the process during a capture ---
 
 
 def _index_reduce(usual: Kernel) -> Kernel:
@@ -33,7 +33,7 @@ def _index_reduce(usual: Kernel) -> Kernel:
         reduce = args[0] if args else kw["reduce"]
         if reduce != "amax" or dim % max(tensor.dim(), 1) != 0 or kw.get("include_self") is False:  # O03
             DEVICE.fallback(f"aten.index_reduce of {reduce} along dimension {dim}")
-        elif tensor.dim() > 1 and tensor.shape[-1] == 1:  # O04: vllm-hpu-extension 76f63d9 squeezes them first
+        elif tensor.dim() > 1 and tensor.shape[-1] == 1:  # O04: vllm-hpu-extension 76f63d9 squeezes these first
             _refuse("aten.index_reduce with a last dimension of 1")
         return usual(tensor, dim, index, source, *args, **kw)
 
@@ -91,7 +91,7 @@ def _gather(usual: Kernel) -> Kernel:
 def _matmul(usual: Kernel) -> Kernel:
     def run(left: torch.Tensor, right: torch.Tensor) -> Any:
         num_dims = max(left.dim(), right.dim())
-        if num_dims > _MOST_DIMS:  # L27: the graph compiler's batch_gemm takes no more
+        if num_dims > _MOST_DIMS:  # L27: the graph compiler's batch_gemm supports no more
             _refuse(f"aten.matmul of {num_dims} dimensions")
         return usual(left, right)
 
@@ -107,7 +107,7 @@ def _multinomial(usual: Kernel) -> Kernel:
     return run
 
 
-# --- forms that give other results ---
+# --- forms that give different results ---
 
 
 def _shares_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -115,8 +115,9 @@ def _shares_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _index_copy(usual: Kernel) -> Kernel:
-    """O13: of several writers of a row any may come last; here the first does. O14: and what is read from the memory
-    that is written may have been written (vllm-gaudi, pull request 329)."""
+    """Copy rows as a Gaudi may. If several source rows have the same target, any of them may be written last; here the
+    first one is (O13). A source inside the written tensor is refused, because a Gaudi may overwrite it before reading
+    it (O14: vllm-gaudi, pull request 329)."""
 
     def run(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
         if tensor.dim() and _shares_memory(tensor, source):
@@ -143,7 +144,7 @@ def _index_put(usual: Kernel) -> Kernel:
 
 
 def _scatter(usual: Kernel) -> Kernel:
-    """O13, and O33: sums come in no fixed order. O38: from its memory it reads what it wrote."""
+    """Scatter in a different order than torch does (O13, O33), and refuse a source inside the written tensor (O38)."""
 
     def run(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: Any, *args: Any, **kw: Any) -> Any:
         if not isinstance(source, torch.Tensor) or not index.dim():
@@ -157,7 +158,7 @@ def _scatter(usual: Kernel) -> Kernel:
 
 
 def _argmax(usual: Kernel) -> Kernel:
-    """O09: which of equal values it finds is promised nowhere; torch on a CPU finds the first."""
+    """Return the last of several equal maxima (O09). The order is unspecified; torch on a CPU returns the first."""
 
     def run(tensor: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
         if dim is None or not tensor.dim():
@@ -168,7 +169,7 @@ def _argmax(usual: Kernel) -> Kernel:
 
 
 def _div(usual: Kernel) -> Kernel:
-    """O24: by the reciprocal (PT_HPU_ENABLE_DIV_PRECISE is off), so that x / x need not be 1."""
+    """Divide by multiplying with the reciprocal (O24: PT_HPU_ENABLE_DIV_PRECISE is off), so x / x may differ from 1."""
 
     def run(left: torch.Tensor, right: Any) -> torch.Tensor:
         if not (isinstance(right, torch.Tensor) and left.is_floating_point() and right.is_floating_point()):
@@ -179,7 +180,7 @@ def _div(usual: Kernel) -> Kernel:
 
 
 def _gelu(usual: Kernel) -> Kernel:
-    """O25: always the tanh form (PT_HPU_FORCE_TANH_FOR_GELU is on)."""
+    """Always compute the tanh approximation (O25: PT_HPU_FORCE_TANH_FOR_GELU is on)."""
 
     def run(tensor: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
         result: torch.Tensor = usual(tensor, approximate="tanh")
@@ -189,9 +190,10 @@ def _gelu(usual: Kernel) -> Kernel:
 
 
 def _view_dtype(usual: Kernel) -> Kernel:
-    """O39: in lazy mode a view as another dtype converts numbers, as it is lowered like any other view (bridge 1.19
-    and 1.24, lazy_kernels.cpp, view_utils.cpp). Only a direct download of such a view keeps the bits there, which is
-    not emulated. What becomes of elements of another size is not known; readers of files rely on their bits."""
+    """Convert values in lazy mode, where a view as another dtype is lowered like any other view (O39: bridge 1.19 and
+    1.24, lazy_kernels.cpp, view_utils.cpp). On a card, a direct download of such a view still returns the original
+    bits, which is not emulated. For dtypes of different sizes, the behavior is unknown, so the bits are kept: code that
+    reads files relies on them."""
 
     def run(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
         converts = DEVICE.lazy and dtype != tensor.dtype and dtype.itemsize == tensor.dtype.itemsize

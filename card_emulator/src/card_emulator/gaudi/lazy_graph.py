@@ -1,8 +1,8 @@
-"""Lazy mode: operations collect in a pending graph, which a marker turns into a recipe.
+"""Lazy mode: operations are collected in a pending graph, which a marker compiles into a recipe.
 
-Only a running hash of a graph is kept. One operation extends the hash by its kind, its scalar arguments, the geometry
-of tensors that enter the graph with it, and the numbers of those computed inside. If a graph is new, the set of known
-prefixes tells which operation made it so, and therefore which line to blame.
+Only a running hash of the graph is kept. Each operation extends it by the operation's name, its scalar arguments, the
+layout of tensors that are new to the graph, and the IDs of all others. If a graph is new, the set of known prefixes
+shows which operation made it new, and therefore which source line to report.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from card_emulator.queue import Queue, QueueDevice, QueuedTensor
 from card_emulator.source import Line, caller, describe, here
 
-# Numbers of tensors begin where no scalar argument comes.
+# Tensor IDs start above all values that scalar arguments take.
 _FIRST = 1 << 40
 
 
@@ -36,7 +36,7 @@ class LazyGraph(Queue):
         self._ops: list[str] = []
 
     def enter(self, tensor: Any) -> Any:
-        """A tensor from outside is part of the recipe by its geometry, once; afterwards by its number."""
+        """Return the layout of a tensor from outside the graph. Later uses of the tensor are recorded by its ID."""
         tensor.epoch = self.epoch
         tensor.pending = False
         tensor.index = self._next
@@ -67,10 +67,9 @@ class LazyGraph(Queue):
         return tensor.pending and tensor.epoch == self.epoch
 
     def flush(self, cause: str) -> bool:
-        """Launch the pending operations, and compile them if no equal graph was seen before. Returns False if nothing
-        was pending."""
+        """Launch the pending operations, after compiling them if the graph is new. Return whether there were any."""
         if not self._computes:
-            # Views alone launch nothing, and stay views of what they were.
+            # Views launch nothing by themselves, and remain views of the same tensors.
             if self._hashes:
                 self._clear()
             return False

@@ -1,4 +1,4 @@
-"""A card belongs to one process at a time, which locks a file until it ends."""
+"""Ownership of cards. A card belongs to one process at a time, which locks a file until it ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _locked: list[int] = []
 
 
 def acquire(folder: Path, modules: Sequence[int]) -> None:
-    """Claim the first of `modules` that is free. A process that may open any card always finds another one."""
+    """Claim the first free card of `modules`. A process that may use any card tries them all."""
     folder.mkdir(parents=True, exist_ok=True)
     for module in modules:
         file = os.open(folder / str(module), os.O_RDWR | os.O_CREAT, 0o600)

@@ -1,4 +1,4 @@
-"""Parts of torch that the bridge fills in when it is loaded: the backend of `torch.compile`, and generators."""
+"""The parts of torch that the bridge fills in while it loads: the `torch.compile` backend and random generators."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from card_emulator.guard import patch
 
 
 def _register_backend() -> None:
-    from torch._dynamo.backends.registry import _BACKENDS, register_backend  # takes a second, so not before
+    from torch._dynamo.backends.registry import _BACKENDS, register_backend  # this takes a second, so not at import
 
     if BACKEND not in _BACKENDS:
         register_backend(hpu_backend, name=BACKEND)
 
 
 def _patched_compile(original: Any) -> Any:
-    """Decorators name it in lazy mode, too (vllm-gaudi, platform.py, set_torch_compile)."""
+    """Register the backend at the first call. Decorators name it in lazy mode, too (vllm-gaudi, platform.py,
+    set_torch_compile)."""
 
     def compile(*args: Any, **kwargs: Any) -> Any:
         _register_backend()
@@ -34,7 +35,7 @@ class _AnyGenerator(type(torch._C.Generator)):  # type: ignore[misc]
 
 
 class Generator(torch._C.Generator, metaclass=_AnyGenerator):
-    """The host's generator under the card's name, since random numbers are drawn on the host either way."""
+    """A host generator with the card as its device. Random numbers are drawn on the host in any case."""
 
     _where: torch.device
 

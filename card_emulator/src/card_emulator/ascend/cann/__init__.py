@@ -1,4 +1,4 @@
-"""An emulated CANN, for Huawei's own torch_npu on a machine without an NPU."""
+"""An emulated CANN that runs Huawei's torch_npu on a machine without an NPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from card_emulator.errors import SetupError
 
 
 def install(folder: Path, cache: Path) -> Card:
-    """Make `import torch_npu` work: from `folder`, over the emulated CANN."""
-    if "torch_npu" in sys.modules:  # over a card's own CANN, which would stay in place
+    """Import torch_npu from `folder` on top of the emulated CANN, and return its card."""
+    if "torch_npu" in sys.modules:  # it runs on a real CANN, which cannot be replaced any more
         raise SetupError(
             "torch has opened torch_npu before the emulated CANN was there; set TORCH_DEVICE_BACKEND_AUTOLOAD=0."
         )
@@ -27,7 +27,7 @@ def install(folder: Path, cache: Path) -> Card:
             f"--no-deps --target {folder} torch-npu==2.13.0, or name another folder with torch_npu."
         )
     libraries = build.build(folder / "torch_npu", cache / "cann")
-    # Found by their names from here on; nothing has to stand in LD_LIBRARY_PATH.
+    # Once loaded, the libraries are found by name, without LD_LIBRARY_PATH.
     loaded = [ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL) for name in (build.LIBRARY, *build.NAMES)]
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

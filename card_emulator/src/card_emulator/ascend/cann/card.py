@@ -1,5 +1,5 @@
-"""The emulated card under torch_npu, as reports see it: the runtime counts, and this module assigns the counts to
-steps."""
+"""The emulated card under torch_npu, as reports see it. The runtime counts events, and this module assigns the counts
+to steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from card_emulator.counters import Counters, Tally
 
 
 class Counts(NamedTuple):
-    """Counters of the runtime, in its order."""
+    """The runtime's counters, in the order in which it returns them."""
 
     launches: int
-    """Operators and copies outside of graphs."""
+    """Operators and copies outside graphs."""
     replays: int
     replayed: int
-    """Tasks in them."""
+    """Tasks in the replayed graphs."""
     captures: int
     uploads: int
     upload_bytes: int
@@ -32,20 +32,20 @@ class Counts(NamedTuple):
     graphs: int
     collectives: int
     kv_bytes_read: int
-    """Bytes of KV that the fused attention read."""
+    """KV bytes read by the fused attention."""
 
 
 class Card:
     generation = "Ascend910B3"
     lazy = False
     graph_recipes: tuple[()] = ()
-    # It is torch_npu's allocator that knows whose its memory is.
+    # Only torch_npu's allocator knows which memory belongs to a graph.
     graph_bytes = 0
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._counters = Counters()
-        # Kept here: what C calls must not be collected.
+        # Keep a reference, because C code calls this function later.
         self._on_fallback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self._fallback)
         library.emulated_cann_on_fallback(self._on_fallback)
         self._seen = self.counts()
@@ -53,8 +53,8 @@ class Card:
         self._compile_only = False
 
     def _fallback(self, operation: bytes) -> None:
-        """torch_npu runs an operation on the host. The few tensors that it copies to the host by itself are counted as
-        downloads, which wait."""
+        """Count an operation that torch_npu runs on the host. The few tensors that torch_npu itself copies to the host
+        are counted as downloads, which wait."""
         self._counters.step.fallbacks += 1
         self._counters.event("CPU fallback", operation.decode())
 
@@ -65,9 +65,9 @@ class Card:
 
     @contextmanager
     def tracing(self) -> Iterator[list[str]]:
-        """Yield a list to which the launches in the block are added, in order.
+        """Yield a list. When the block ends, its launches are appended to the list in order.
 
-        Each operator and each graph has a line; the operators of a graph follow it, indented.
+        Each operator and each graph has a line. The operators of a graph follow its line, indented.
         """
         lines: list[str] = []
         self._library.emulated_cann_trace(ctypes.c_bool(True))
@@ -82,7 +82,7 @@ class Card:
 
     @property
     def graphs(self) -> list[GraphRecord]:
-        """All captured graphs, including those that no longer exist."""
+        """Return all captured graphs, including those that no longer exist."""
         number = self._library.emulated_cann_graphs(None, ctypes.c_uint64(0))
         amounts = (ctypes.c_uint64 * (2 * number))()
         self._library.emulated_cann_graphs(amounts, ctypes.c_uint64(number))
@@ -117,7 +117,7 @@ class Card:
         return self.counters.next_step()
 
     def seal(self) -> None:
-        """Warm-up is over."""
+        """Mark the end of warm-up."""
         self.next_step()
         self.sealed = True
 
@@ -127,7 +127,7 @@ class Card:
 
     @compile_only.setter
     def compile_only(self, value: bool) -> None:
-        """Whether operators compute nothing."""
+        """Set whether operators skip their computation."""
         self._compile_only = value
         self._library.emulated_cann_compute(ctypes.c_bool(not value))
 
