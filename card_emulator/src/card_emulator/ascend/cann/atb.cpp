@@ -1,9 +1,9 @@
-// The Ascend Transformer Boost library, as far as torch_npu's operators of its own names need it: it is linked by
-// libop_plugin_atb.so, with an interface in C++. Three operators compute, the others are refused by their names.
+// The part of the Ascend Transformer Boost library that torch_npu's custom operators need. libop_plugin_atb.so is linked
+// against it and uses its C++ interface. Three operators compute; the others are refused by name.
 
 #include "operators.h"
 
-// Layouts of its headers: what crosses to torch_npu's library.
+// The layouts from its headers, as torch_npu's library expects them.
 namespace atb {
 
 struct Tensor {
@@ -16,7 +16,7 @@ struct Tensor {
   uint64_t size;
 };
 
-// Up to 64 stand in it, more in memory of their own.
+// Up to 64 elements are stored in place, and more in separate memory.
 struct Tensors {
   size_t capacity, size;
   Tensor inside[65];
@@ -43,7 +43,7 @@ class Operation {
  public:
   virtual ~Operation() = default;
   virtual std::string GetName() const = 0;
-  // Nobody asks an operation for the shapes of its results: torch_npu gives it tensors.
+  // Nobody asks an operation for the shapes of its results, because torch_npu provides the output tensors.
   virtual int InferShape(const void*, void*) const { return 1; }
   virtual uint32_t GetInputNum() const { return 5; }
   virtual uint32_t GetOutputNum() const { return 2; }
@@ -87,7 +87,7 @@ int DestroyOperation(Operation* operation) { return delete operation, 0; }
 
 namespace {
 
-// torch_npu does not look at what `Execute` returns, so what is refused is refused in `Setup`: it raises then.
+// torch_npu ignores what `Execute` returns, but raises an error if `Setup` fails, so refusals happen in `Setup`.
 constexpr int kRefused = 1;
 
 class Named : public atb::Operation {
@@ -122,7 +122,7 @@ class Named : public atb::Operation {
   virtual void compute(const std::vector<at::Tensor>& tensors) const = 0;
 
  private:
-  // What goes in, then what comes out.
+  // The inputs, followed by the outputs.
   static std::vector<at::Tensor> all(const atb::VariantPack& tensors) {
     const c10::InferenceMode guard;
     std::vector<at::Tensor> made;
@@ -139,7 +139,7 @@ class Named : public atb::Operation {
   const std::string name_;
 };
 
-// Queries and keys [tokens, heads of one after the other], turned in their places.
+// Rotates queries and keys [tokens, heads * head size] in place.
 class Rope : public Named {
  public:
   explicit Rope(int32_t coefficient) : Named("RopeOperation"), coefficient_(coefficient) {}
@@ -179,7 +179,7 @@ class Rope : public Named {
   const int32_t coefficient_;
 };
 
-// Keys and values [tokens, heads, size] into slots of caches [blocks, block size, heads, size].
+// Writes keys and values [tokens, heads, size] into slots of the caches [blocks, block size, heads, size].
 class ReshapeAndCache : public Named {
  public:
   ReshapeAndCache() : Named("ReshapeAndCacheOperation") {}
@@ -199,7 +199,7 @@ class ReshapeAndCache : public Named {
 
   void compute(const std::vector<at::Tensor>& it) const override {
     const at::Tensor slots = it[4].to(at::kLong);
-    const at::Tensor kept = slots.ge(0).nonzero().flatten();  // a slot below zero keeps nothing
+    const at::Tensor kept = slots.ge(0).nonzero().flatten();  // nothing is written for a negative slot
     const at::Tensor used = slots.index_select(0, kept);
     if (used.numel() == 0) return;
     TORCH_CHECK(used.max().item<int64_t>() < it[2].size(0) * it[2].size(1), "a slot outside");
@@ -207,7 +207,7 @@ class ReshapeAndCache : public Named {
   }
 };
 
-// a' b is added to c, in float32: `_npu_matmul_add_fp32`, the only call of this operation in torch_npu.
+// Adds a' b to c, in float32. `_npu_matmul_add_fp32` is the only call to this operation in torch_npu.
 class Linear : public Named {
  public:
   Linear() : Named("LinearOperation") {}
@@ -225,7 +225,7 @@ class Linear : public Named {
   }
 };
 
-// torch_npu raises with the name.
+// torch_npu raises an error with this name.
 class Missing : public Named {
  public:
   explicit Missing(const char* name) : Named(name) {}

@@ -1,5 +1,5 @@
-// Operations that torch_npu runs on the host, since it has none of that name for the card: all of them go through one
-// function of torch's, `at::native::cpu_fallback`. This library is loaded before torch_npu, so its own is found first.
+// Reports operations that torch_npu runs on the host because it has no kernel for them. All of them call torch's function
+// `at::native::cpu_fallback`. This library is loaded before torch_npu, so its version of the function is found first.
 
 #include <ATen/native/CPUFallback.h>
 #include <dlfcn.h>
@@ -14,7 +14,7 @@ std::atomic<void (*)(const char*)> report{nullptr};
 
 }  // namespace
 
-// For `card.py`: called with the name of each operation before it runs.
+// Sets the function in `card.py` that is called with the name of each operation before it runs.
 extern "C" void emulated_cann_on_fallback(void (*callback)(const char*)) { report = callback; }
 
 namespace at::native {

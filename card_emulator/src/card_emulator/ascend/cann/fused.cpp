@@ -1,11 +1,11 @@
-// The fused operators of large language models, with what their documentation takes and nothing else. One thing is
-// taken besides: float32 in attention and KV writes, so that what is built on them can be compared number by number.
+// The fused operators for large language models, which accept exactly what their documentation allows, and also float32 in
+// attention and KV writes, so that code that uses them can be compared number by number.
 
 #include "operators.h"
 
 namespace {
 
-// What the documentation refuses.
+// A rule from the documentation, which a test can disable.
 #define RULE(condition, ...) TORCH_CHECK((condition) || cann::is_allowed(c10::str(__VA_ARGS__)), __VA_ARGS__)
 
 constexpr int64_t kCompressedMask = 2048;
@@ -14,7 +14,7 @@ bool is_float(const at::Tensor& a) {
   return a.scalar_type() == at::kHalf || a.scalar_type() == at::kBFloat16 || a.scalar_type() == at::kFloat;
 }
 
-// (normalized, reciprocal of the root mean square)
+// Returns (normalized, reciprocal of the root mean square).
 std::pair<at::Tensor, at::Tensor> rms_norm(const at::Tensor& a, const at::Tensor& gamma, double eps) {
   std::vector<int64_t> dims;
   for (int64_t i = -gamma.dim(); i < 0; ++i) dims.push_back(i);
@@ -50,13 +50,12 @@ void write_slots(const at::Tensor& cache, const at::Tensor& slots, const at::Ten
   const at::Tensor wide = slots.to(at::kLong);
   const at::Tensor real = wide.numel() > block ? wide.masked_select(wide >= block) : wide;
   TORCH_CHECK(wide.min().item<int64_t>() >= 0 && wide.max().item<int64_t>() < cache.size(0) * block, "a slot outside");
-  // Nothing is promised of a call that writes a slot twice. Only padding, which goes to the first block, may: where there
-  // is more of it than the block has slots.
+  // Writing a slot twice is undefined. Only padding may do so, because it can exceed the slots of the first block.
   RULE(std::get<0>(at::_unique(real)).numel() == real.numel(), "two tokens for one slot");
   cache.flatten(0, 1).index_copy_(0, wide, tokens);
 }
 
-// One call of the fused attention.
+// A call to the fused attention.
 struct Attention {
   at::Tensor query, mask, table, out;
   std::vector<at::Tensor> keys, values;
@@ -67,7 +66,7 @@ struct Attention {
 
   bool tnd() const { return layout == "TND"; }
   int64_t kv() const { return kv_heads == 0 ? heads : kv_heads; }
-  // Keys in blocks, else one row behind the other as they came: TND only.
+  // Whether keys are in blocks. Otherwise, all rows follow each other in one tensor, which only TND supports.
   bool paged() const { return table.defined(); }
   int64_t rows() const { return paged() ? table.size(0) : int64_t(query_lengths->size()); }
   int64_t queries() const { return query.size(layout == "BNSD" ? 2 : 1); }
@@ -104,7 +103,7 @@ struct Attention {
     } else {
       RULE(query.size(0) == rows() && !query_lengths, "lengths of queries are not emulated here");
     }
-    for (int64_t row = 0; row < rows(); ++row)  // refused late, in the kernel (InternLM/lmdeploy #4316)
+    for (int64_t row = 0; row < rows(); ++row)  // the kernel refuses these late (InternLM/lmdeploy #4316)
       RULE(length_of(row) > 0 || count_of(row) == 0, "a row of queries without keys");
     check_mask();
   }
@@ -180,17 +179,17 @@ struct Attention {
     cann::count_kv_read(2 * blocks_read * keys[0][0].nbytes());
   }
 
-  // [keys, KV heads, head size]
+  // Returns [keys, KV heads, head size].
   at::Tensor taken(const at::Tensor& source, const at::Tensor& blocks, int64_t length) const {
     return source.index_select(0, blocks).view({-1, kv(), query.size(-1)}).narrow(0, 0, length).to(at::kFloat);
   }
 
-  // [queries, keys]
+  // Returns [queries, keys].
   at::Tensor hidden(int64_t row, int64_t count, int64_t length) const {
     const at::Tensor column = at::arange(length).unsqueeze(0), line = at::arange(count).unsqueeze(1);
     const at::Tensor aligned = line + (length - count);
     if (sparse != 0) {
-      // What is hidden is what the mask hides: of two neighbors one number tells.
+      // The mask decides what is hidden. It is enough to look at its second number.
       const bool hides_later = mask.flatten()[1].to(at::kBool).item<bool>();
       const at::Tensor later = hides_later ? column > aligned + (sparse == 4 ? next : 0) : at::zeros({count, length}, at::kBool);
       return sparse == 4 ? later.logical_or(column < aligned - pre) : later;
@@ -206,13 +205,13 @@ struct Attention {
     at::Tensor scores = at::matmul(query_NQD, key.permute({1, 2, 0}).unsqueeze(1)) * scale;
     scores = scores.masked_fill(hidden, std::numeric_limits<float>::lowest());
     at::Tensor result = at::matmul(at::softmax(scores, -1), value.transpose(0, 1).unsqueeze(1)).flatten(0, 1).transpose(0, 1);
-    // A query that sees nothing sees all alike, unless the correction of such rows was asked for.
+    // A query that sees no keys attends to all keys equally, unless the correction for such rows was requested.
     if (inner >= 2) result = result.masked_fill(hidden.all(1).unsqueeze(1).unsqueeze(1), 0.0);
     return result;
   }
 };
 
-// Rows in groups, the first group times the first matrix, and so on.
+// Multiplies the rows of each group with the group's matrix.
 void multiply_groups(at::Tensor& out, const at::Tensor& rows, const at::Tensor& matrices, const at::Tensor& counts) {
   int64_t start = 0;
   for (int64_t group = 0; group < counts.numel(); ++group) {
@@ -223,10 +222,10 @@ void multiply_groups(at::Tensor& out, const at::Tensor& rows, const at::Tensor& 
   }
 }
 
-// It grows with the queries; what the real one asks for is not published.
+// The size grows with the queries. The real size is not published.
 uint64_t attention_workspace(const aclTensor* query) { return query->tensor.numel() * 4 + 4096; }
 
-// Quantized forms, rope as an input of its own, shared prefixes, padding on the left.
+// Refuses quantized forms, rope as a separate input, shared prefixes, and padding on the left.
 void check_absent(std::initializer_list<const at::Tensor*> tensors) {
   for (const at::Tensor* tensor : tensors) TORCH_CHECK(!tensor->defined() || tensor->numel() == 0, "a form that is not emulated");
 }
@@ -269,8 +268,8 @@ CHECKED_OPERATOR(SwiGlu, (TENSOR(a), INT(dim), TENSOR(out)), 0, {
   put(out, at::silu(parts[0].to(at::kFloat)) * parts[1].to(at::kFloat));
 })
 
-// Of its forms that of experts: one tensor of rows, one of matrices, groups by their sizes. Where CANN has V5, torch_npu
-// calls that, with a list for tuning more.
+// Only the form for experts is emulated: one tensor of rows, one of matrices, and the group sizes. If CANN has V5, torch_npu
+// calls it instead, with one more list for tuning.
 CHECKED_OPERATOR(GroupedMatmulV4, (TENSORS(rows), TENSORS(matrices), TENSORS(bias), TENSORS(scale), TENSORS(offset),
                  TENSORS(q1), TENSORS(q2), TENSORS(row_scale), TENSOR(groups), TENSORS(a1), TENSORS(a2), TENSORS(a3),
                  INT(split), INT(type), INT(list_type), INT(activation), TENSORS(out), TENSORS(o1), TENSORS(o2)), 0, {

@@ -1,7 +1,8 @@
-// HCCL of the emulated CANN: ranks are processes of one machine, which exchange pieces through memory that they share.
+// HCCL in the emulated CANN. Ranks are processes on one machine, which exchange pieces of data through shared memory.
 //
-// A collective is work of its stream as any other, but other ranks wait for it: it does not wait until somebody asks for
-// what the stream computes. One that a rank calls and another does not, or with other sizes, ends with both their names.
+// A collective is queued in its stream like other work. Because other ranks wait for it, it starts without waiting for the
+// program to need the stream's results. If ranks call different collectives, or use different sizes, the run ends with an
+// error that shows both calls.
 
 #include <ATen/ATen.h>
 #include <fcntl.h>
@@ -31,16 +32,16 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr uint32_t kMostRanks = 8;
-constexpr size_t kPiece = 1 << 20;  // bytes that a rank shows the others at a time
+constexpr size_t kPiece = 1 << 20;  // the number of bytes that a rank shares at a time
 constexpr size_t kDescription = 128;
-// On a card two buffers, of HCCL_BUFFSIZE (200 MB) each, belong to every communicator.
+// On a card, each communicator has two buffers of HCCL_BUFFSIZE (200 MB) each.
 constexpr size_t kBuffers = 2ull * HCCL_COMM_DEFAULT_BUFFSIZE * 1000 * 1000;
-constexpr auto kPatience = std::chrono::seconds(1836);  // HCCL_EXEC_TIMEOUT's default
+constexpr auto kPatience = std::chrono::seconds(1836);  // the default of HCCL_EXEC_TIMEOUT
 
 struct Shared {
   struct Rank {
-    std::atomic<uint64_t> shown, read;  // the number of its last round
-    std::atomic<int32_t> process;       // 0: it did not come yet
+    std::atomic<uint64_t> shown, read;  // the number of the last round
+    std::atomic<int32_t> process;       // 0 until the rank has joined
     char what[kDescription];
   } ranks[kMostRanks];
 };
@@ -82,7 +83,7 @@ struct Communicator {
     }
   }
 
-  // One round: this rank shows `bytes`, and `use` may read what the others show.
+  // Runs one round: this rank shares `bytes`, and `use` may read what the other ranks share.
   void round(const std::string& what, const void* bytes, size_t count, const std::function<void()>& use) {
     const uint64_t now = ++rounds;
     Shared::Rank& own = shared->ranks[rank];
@@ -100,7 +101,7 @@ struct Communicator {
     own.read = now;
   }
 
-  // In pieces: `send` may be null, of a rank that has nothing to show. `use(offset, count)` in bytes.
+  // Exchanges data in pieces. `send` is null if the rank has nothing to share. `use(offset, count)` takes bytes.
   void exchange(const std::string& what, const void* send, size_t bytes,
                 const std::function<void(size_t, size_t)>& use) {
     size_t offset = 0;
@@ -112,7 +113,7 @@ struct Communicator {
     } while (offset < bytes);
   }
 
-  // The ranks' pieces reduced in their order, so that all have the same bits.
+  // Reduces the pieces in rank order, so that all ranks get the same bits.
   void reduce(void* to, size_t bytes, at::ScalarType dtype, HcclReduceOp op) const {
     const auto count = static_cast<int64_t>(bytes / c10::elementSize(dtype));
     at::Tensor sum = at::from_blob(to, {count}, dtype);
@@ -172,7 +173,7 @@ HcclResult start(const char* name, Addresses addresses, uint64_t count, HcclData
   return error == ACL_SUCCESS ? HCCL_SUCCESS : HCCL_E_RUNTIME;
 }
 
-// hccl.h names the dtypes that can be reduced.
+// hccl.h lists the dtypes that can be reduced.
 std::optional<HcclResult> why_not_reduced(const char* name, HcclDataType type, HcclReduceOp op) {
   if (op > HCCL_REDUCE_MIN) return refused(HCCL_E_PARA, std::string(name) + " by " + std::to_string(op));
   const std::string why = std::string(name) + " reduces no values of dtype " + std::to_string(type);
@@ -188,11 +189,11 @@ using namespace cann;
 
 extern "C" {
 
-HcclResult HcclSetConfig(HcclConfig, HcclConfigValue) { return HCCL_SUCCESS; }  // sums are deterministic anyway
+HcclResult HcclSetConfig(HcclConfig, HcclConfigValue) { return HCCL_SUCCESS; }  // sums are always deterministic
 uint32_t HcclGetCommConfigCapability() { return HCCL_COMM_CONFIG_RESERVED; }
 
 HcclResult HcclGetRootInfo(HcclRootInfo* info) {
-  // No name in a file system: it is gone with the last rank that has it open.
+  // The file has no name, so it disappears when the last rank closes it.
   const int file = memfd_create("hccl", MFD_CLOEXEC);
   if (file < 0 || ftruncate(file, kHeader + kMostRanks * kPiece) != 0)
     return refused(HCCL_E_MEMORY, "HcclGetRootInfo: no memory that ranks can share");
@@ -201,7 +202,7 @@ HcclResult HcclGetRootInfo(HcclRootInfo* info) {
   return HCCL_SUCCESS;
 }
 
-// It returns once all ranks are there.
+// Returns once all ranks have joined.
 HcclResult HcclCommInitRootInfo(uint32_t size, const HcclRootInfo* info, uint32_t rank, HcclComm* comm) {
   if (size == 0 || size > kMostRanks || rank >= size)
     return refused(HCCL_E_PARA, "HcclCommInitRootInfo of " + std::to_string(size) + " ranks");
@@ -239,7 +240,7 @@ HcclResult HcclCommInitRootInfoConfig(uint32_t size, const HcclRootInfo* info, u
   return HcclCommInitRootInfo(size, info, rank, comm);
 }
 
-// Collectives that are still to run keep what ranks share.
+// Pending collectives keep the shared memory alive.
 HcclResult HcclCommDestroy(HcclComm comm) {
   release_memory(kBuffers);
   delete static_cast<Handle*>(comm);
@@ -252,7 +253,7 @@ HcclResult HcclGetCommName(HcclComm comm, char* name) {
 }
 
 HcclResult HcclGetCommAsyncError(HcclComm, HcclResult* error) {
-  *error = HCCL_SUCCESS;  // what fails is an error of the stream
+  *error = HCCL_SUCCESS;  // a failure is reported as an error of the stream
   return HCCL_SUCCESS;
 }
 

@@ -1,11 +1,11 @@
-// What arguments of operators are made of, and how a planned operator is launched.
+// The objects that operators take as arguments, and the launch of a planned operator.
 
 #include "operators.h"
 
 namespace cann {
 namespace {
 
-constexpr int kBadParameter = 561002;  // ACLNN_ERR_INNER_TILING_ERROR, which the fused operators give for most
+constexpr int kBadParameter = 561002;  // ACLNN_ERR_INNER_TILING_ERROR, which the fused operators return for most errors
 
 }  // namespace
 
@@ -47,7 +47,7 @@ int launch(const void* workspace, uint64_t size, aclOpExecutor* executor, aclrtS
   REFUSE_IF(size < own->workspace || (own->workspace != 0 && workspace == nullptr), kBadParameter,
             own->name + ": a workspace of " + std::to_string(size) + " bytes where " + std::to_string(own->workspace) +
                 " are needed");
-  // What fails on the card says which operator it was.
+  // An error on the card names the operator that failed.
   if (workspace != nullptr) own->addresses.push_back(workspace);
   return submit(stream, own->name, own->addresses, [name = own->name, work = std::move(own->work)] {
     const c10::InferenceMode guard;
@@ -69,7 +69,7 @@ extern "C" {
 
 aclTensor* aclCreateTensor(const int64_t* sizes, uint64_t num_sizes, aclDataType type, const int64_t* strides,
                            int64_t offset, aclFormat, const int64_t*, uint64_t, void* data) {
-  const c10::InferenceMode guard;  // as where it is used, whatever the caller is in
+  const c10::InferenceMode guard;  // tensors are created as they are used, whatever mode the caller is in
   const auto dtype = dtype_of(type);
   char* start = static_cast<char*>(data) + offset * static_cast<int64_t>(c10::elementSize(dtype));
   const auto options = at::TensorOptions(dtype);
@@ -77,7 +77,7 @@ aclTensor* aclCreateTensor(const int64_t* sizes, uint64_t num_sizes, aclDataType
 }
 
 aclScalar* aclCreateScalar(void* value, aclDataType type) {
-  switch (type) {  // by hand: what goes through the dispatcher would meet the modes of the caller
+  switch (type) {  // no dispatcher call, which the caller's modes would intercept
     case ACL_DOUBLE: return new aclScalar{*static_cast<double*>(value)};
     case ACL_FLOAT: return new aclScalar{*static_cast<float*>(value)};
     case ACL_FLOAT16: return new aclScalar{static_cast<float>(*static_cast<c10::Half*>(value))};
@@ -95,7 +95,7 @@ aclFloatArray* aclCreateFloatArray(const float* values, uint64_t size) {
 }
 aclBoolArray* aclCreateBoolArray(const bool* values, uint64_t size) { return new aclBoolArray{{values, values + size}}; }
 
-// It owns what it is made of.
+// The list owns its elements.
 aclTensorList* aclCreateTensorList(const aclTensor* const* tensors, uint64_t size) {
   auto* made = new aclTensorList;
   for (uint64_t i = 0; i < size; ++i) {

@@ -1,4 +1,4 @@
-// The operators of torch's own functions.
+// The operators for torch's own functions.
 
 #include "operators.h"
 
@@ -8,7 +8,7 @@ at::IntArrayRef dims(const std::optional<std::vector<int64_t>>& list) {
   return list ? at::IntArrayRef(*list) : at::IntArrayRef();
 }
 
-// As the cards do: where nothing is named, over everything.
+// As on a card, an empty list of dimensions means all of them.
 at::Tensor over(const at::Tensor& a, const std::optional<std::vector<int64_t>>& list, bool keep, bool all) {
   at::Tensor result = a.to(at::kBool);
   std::vector<int64_t> named = list ? *list : std::vector<int64_t>();
@@ -28,8 +28,8 @@ std::optional<at::Tensor> maybe(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
 }
 
-// torch_npu passes an empty index for a dimension that has none. So does an index of no entries look like, whose call
-// has nothing to do.
+// torch_npu passes an empty index for a dimension without an index. An index without entries looks the same, but such a
+// call has nothing to do.
 c10::List<std::optional<at::Tensor>> given(const std::vector<at::Tensor>& indices) {
   c10::List<std::optional<at::Tensor>> list;
   for (const at::Tensor& index : indices) list.push_back(index.defined() && index.numel() ? maybe(index) : std::nullopt);
@@ -40,7 +40,7 @@ bool given_any(const std::vector<at::Tensor>& indices) {
   return std::any_of(indices.begin(), indices.end(), [](const at::Tensor& it) { return it.defined() && it.numel(); });
 }
 
-// The result has as many entries as were found, which whoever waits for it then reads from its handle (`aclGetViewShape`).
+// The result has one entry per element found. The caller waits, and reads the shape from the handle (`aclGetViewShape`).
 int find(const char* name, const aclTensor* of, const aclTensor* to, uint64_t* size, aclOpExecutor** executor, bool rows) {
   return cann::plan(name, 0, size, executor, [&] {
     const at::Tensor a = cann::take(of), out = cann::take(to);
@@ -164,7 +164,7 @@ OPERATOR(DivMods, (TENSOR(a), SCALAR(b), INT(mode), TENSOR(out)),
          put(out, mode == 0 ? at::div(a, b) : at::div(a, b, mode == 1 ? "trunc" : "floor")))
 OPERATOR(Rsubs, (TENSOR(a), SCALAR(b), SCALAR(alpha), TENSOR(out)), put(out, at::rsub(a, b, alpha)))
 OPERATOR(Rsub, (TENSOR(a), TENSOR(b), SCALAR(alpha), TENSOR(out)), put(out, at::rsub(a, b, alpha)))
-// A bound that is not given is null.
+// A null pointer means that there is no bound.
 OPERATOR(Clamp, (TENSOR(a), MAYBE_SCALAR(low), MAYBE_SCALAR(high), TENSOR(out)), put(out, at::clamp(a, low, high)))
 OPERATOR(ClampTensor, (TENSOR(a), TENSOR(low), TENSOR(high), TENSOR(out)),
          put(out, at::clamp(a, maybe(low), maybe(high))))

@@ -1,10 +1,10 @@
-// How an operator of the emulated CANN is written: its name, its arguments in the order of the documentation, and what
-// it computes, through ATen.
+// How to write an operator for the emulated CANN: its name, its arguments in the order of the documentation, and its
+// computation with ATen.
 //
 //   OPERATOR(Add, (TENSOR(a), TENSOR(b), SCALAR(alpha), TENSOR(out)), put(out, at::add(a, b, alpha)))
 //
-// makes the two functions that torch_npu looks for, `aclnnAddGetWorkspaceSize` and `aclnnAdd`. Within the last part the
-// arguments are ATen's: `a` is an at::Tensor over the memory of the card, one that was not given is undefined.
+// creates the two functions that torch_npu looks up, `aclnnAddGetWorkspaceSize` and `aclnnAdd`. In the last part, arguments
+// are ATen's: `a` is an at::Tensor on the card's memory, or undefined if it was not passed.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -48,10 +48,10 @@ namespace cann {
 
 at::ScalarType dtype_of(aclDataType type);
 
-// Of the operator that is being planned.
+// Addresses that the operator being planned uses.
 extern thread_local Addresses taken_addresses;
 
-// Of arguments, before they end with the call that plans an operator.
+// Takes the contents of an argument, because the argument is destroyed once the operator has been planned.
 inline at::Tensor take(const aclTensor* raw) {
   if (raw == nullptr) return {};
   taken_addresses.push_back(raw->tensor.const_data_ptr());
@@ -71,7 +71,7 @@ inline std::optional<std::vector<int64_t>> take(const aclIntArray* raw) {
 }
 inline std::string take(const char* raw) { return raw == nullptr ? "" : raw; }
 
-// The result of an operator: of the shape and dtype that the caller expects.
+// Stores an operator's result, which must have the shape and dtype that the caller expects.
 inline void put(at::Tensor& out, const at::Tensor& value) {
   TORCH_CHECK(out.sizes() == value.sizes(), "a result of ", value.sizes(), " where ", out.sizes(), " is expected");
   out.copy_(value);
@@ -108,7 +108,7 @@ int launch(const void* workspace, uint64_t size, aclOpExecutor* executor, aclrtS
 #define TAKE_DOUBLE(name) name = name##_raw,
 #define TAKE_FLOAT(name) name = name##_raw,
 
-// EACH(prefix, a, b, ...) is prefix##a prefix##b ...
+// EACH(prefix, a, b, ...) expands to prefix##a prefix##b ...
 #define PARENS ()
 #define EXPAND(...) EXPAND1(EXPAND1(EXPAND1(EXPAND1(__VA_ARGS__))))
 #define EXPAND1(...) EXPAND2(EXPAND2(EXPAND2(EXPAND2(__VA_ARGS__))))
@@ -121,8 +121,8 @@ int launch(const void* workspace, uint64_t size, aclOpExecutor* executor, aclrtS
 
 #define OPERATOR(NAME, ARGUMENTS, ...) CHECKED_OPERATOR(NAME, ARGUMENTS, 0, , __VA_ARGS__)
 
-// `CHECK` throws for what the documentation of the operator refuses, before anything is launched. `WORKSPACE` is made of
-// raw arguments.
+// `CHECK` throws if the operator's documentation refuses the arguments, before anything is launched. `WORKSPACE` is
+// computed from the raw arguments.
 #define CHECKED_OPERATOR(NAME, ARGUMENTS, WORKSPACE, CHECK, ...)                                        \
   PLAN(NAME, GetWorkspaceSize, ARGUMENTS, WORKSPACE, CHECK, __VA_ARGS__)                                \
   extern "C" int aclnn##NAME(void* workspace, uint64_t size, aclOpExecutor* executor, aclrtStream stream) { \

@@ -1,4 +1,4 @@
-// What torch_npu links and this emulator does not have: each says its name.
+// Functions that torch_npu links and this emulator lacks. Each one reports its name.
 
 #include <string>
 
@@ -6,15 +6,15 @@ namespace cann {
 int refuse(int code, const std::string& why);
 }
 
-// Not from the headers, which know the arguments: none is looked at.
+// The declarations are not those of the headers, because no argument is read.
 constexpr int kUnsupported = 200006;  // ACL_ERROR_FEATURE_UNSUPPORTED
 
 #define REFUSED(name) \
   extern "C" int name() { return cann::refuse(kUnsupported, #name " is not emulated"); }
-// Makers of arguments for operators of the old kind, of which none runs here: the operator is what is refused.
+// Functions that create arguments for operators of the old kind. None of these operators runs here, so they are refused.
 #define NOTHING_MADE(name) \
   extern "C" void* name() { return nullptr; }
-// Tools that watch.
+// Functions for profiling and monitoring tools.
 #define NO_WATCHER(name) \
   extern "C" int name() { return 0; }
 

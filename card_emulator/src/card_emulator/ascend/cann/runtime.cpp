@@ -1,12 +1,12 @@
 // The runtime of an emulated CANN, as torch_npu calls it: memory, streams, events, captured graphs and task groups.
 //
-// A stream is a queue. Nothing runs before somebody waits for it, and then only what that depends on by the order of
-// streams and by events: an event that is missing between two streams, or a pinned buffer that is used again too early,
-// is a wrong result here. A captured graph runs in the order of its calls: there a missing event is not seen, but for
-// one that a stream never joins again. New memory is full of ones (NaN in floating point).
+// A stream is a queue. Nothing runs until somebody waits for it, and then only the work that it depends on, by stream
+// order and events. A missing event between two streams, or a pinned buffer that is reused too early, therefore gives a
+// wrong result. A captured graph runs in the order of its calls, so a missing event in it has no effect, unless a stream
+// is never joined. New memory is filled with ones (NaN in floating point).
 //
-// Graphs keep addresses. A run after memory was given back that its tasks use is refused, and so are a task update and a
-// run of its graph where neither stream waited for the other: a card would do both at once.
+// Graphs keep addresses. A run is refused if memory that its tasks use was freed. A task update and a run of its graph are
+// refused if neither stream waited for the other, because a card would do both at once.
 
 #include "runtime.h"
 
@@ -37,30 +37,30 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr uint64_t kMostPending = 4096;  // of a stream; then its oldest work runs although nobody waits
+constexpr uint64_t kMostPending = 4096;  // per stream; if there is more, the oldest work runs although nobody waits
 constexpr size_t kAlignment = 512;
 constexpr int kCards = 8;
-constexpr size_t kMemory = static_cast<size_t>(60.97 * (1ull << 30));  // what a card of 64 GB reports
+constexpr size_t kMemory = static_cast<size_t>(60.97 * (1ull << 30));  // the memory that a 64 GB card reports
 const char* const kName = "Ascend910B3";
 const char* const kCopy = "memcpyAsync";
 
-// What the card was made to do, in the order in which `card.py` names it.
+// What the card did, in the order of the fields in `card.py`.
 struct Counters {
   uint64_t launches, replays, replayed, captures, uploads, upload_bytes, downloads, download_bytes, syncs, task_updates,
       memory, graphs, collectives, kv_bytes_read;
 };
 
-// Of a graph that was captured, also when it is gone.
+// Counts for a captured graph, which are kept after it is destroyed.
 struct GraphCounts {
   uint64_t tasks = 0, replays = 0;
 };
 
 struct Stream;
 
-// What comes before something: of each stream, how much of its work.
+// For each stream, how much of its work comes before something.
 using Past = std::map<Stream*, uint64_t>;
 
-// A place in a stream's queue; in a capture, the number of its operations so far.
+// A position in a stream's queue; during a capture, the number of its operations so far.
 struct Mark {
   Stream* stream = nullptr;
   uint64_t position = 0;
@@ -69,15 +69,15 @@ struct Mark {
 
 struct Task {
   Work run;
-  Mark after;  // of another stream, which has to be done first
+  Mark after;  // work in another stream that must be done first
 };
 
 struct Group {
   std::vector<std::string> names;
   std::vector<Work> works;
   std::vector<Addresses> addresses;
-  std::string lost;   // one of its tasks whose memory was given back, until an update names other memory
-  Mark ran, updated;  // its graph's last run, and its own last update
+  std::string lost;   // a task whose memory was freed, until an update provides different memory
+  Mark ran, updated;  // the graph's last run, and this group's last update
 };
 
 struct Node {
@@ -92,12 +92,12 @@ struct Graph {
   std::vector<Node> nodes;
   uint64_t collectives = 0;
   GraphCounts* counts = nullptr;
-  std::string lost;  // one of its tasks whose memory was given back
-  // While it is captured:
+  std::string lost;  // a task whose memory was freed
+  // Used only during the capture:
   Stream* origin = nullptr;
   std::set<Stream*> streams;
   uint64_t operations = 0;
-  std::map<Stream*, uint64_t> unjoined;  // with the number of its last operation that the origin does not wait for
+  std::map<Stream*, uint64_t> unjoined;  // with the last operation that the origin does not wait for
   std::thread::id thread;
   aclmdlRICaptureMode mode;
   std::shared_ptr<Group> open;
@@ -107,11 +107,11 @@ struct Stream {
   int32_t id;
   std::deque<Task> tasks;
   uint64_t submitted = 0, done = 0;
-  Past past;  // what its next work comes after, of other streams
+  Past past;  // the work in other streams that its next work follows
   Graph* capture = nullptr;
   std::shared_ptr<Group> updating;
   Mark ran_before_update;
-  std::vector<std::string> names;  // of the update so far
+  std::vector<std::string> names;  // collected in the current update
   std::vector<Work> works;
   std::vector<Addresses> addresses;
 };
@@ -134,25 +134,25 @@ struct Card {
   Stream default_stream{};
   Counters counts{};
   std::deque<GraphCounts> captured;
-  Past waited;  // what the host waited for: all that it asks for from then on comes after
-  std::string fault;  // of an operator that failed: every later wait reports it
+  Past waited;  // the work that the host has waited for; everything that it requests later follows this work
+  std::string fault;  // the error of an operator that failed; every later wait reports it
   int device = -1;
   int32_t next_stream = 1;
   uint32_t next_graph = 1;
   bool started = false;
   size_t limit = kMemory;
   bool traces = false;
-  std::string trace;     // a line for each graph and each operator, while it is asked for
-  bool computes = true;  // else operators do nothing, and only sizes are right; copies are made
+  std::string trace;     // a line for each graph and each operator, while tracing
+  bool computes = true;  // if false, operators do nothing, so that only sizes are right; copies still run
 };
 
 Card& card() {
-  static Card* const it = new Card;  // never destroyed: threads of others may end later
+  static Card* const it = new Card;  // never destroyed, because other threads may end later
   return *it;
 }
 
 thread_local std::string recent_error;
-std::string allowed;  // words of the refusals that are switched off
+std::string allowed;  // text from the reasons of disabled refusals
 thread_local aclmdlRICaptureMode thread_mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
 
 void merge(Past& into, const Past& other) {
@@ -164,7 +164,7 @@ void host_waited_for(Stream* stream, uint64_t position, const Past& past) {
   merge(card().waited, {{stream, position}});
 }
 
-// Whether what is put into a stream now comes after that.
+// Returns whether work that is added to the stream now follows the mark.
 bool follows(Stream* stream, const Mark& mark) {
   const auto has = [&](const Past& past) {
     const auto found = past.find(mark.stream);
@@ -173,7 +173,7 @@ bool follows(Stream* stream, const Mark& mark) {
   return mark.stream == nullptr || mark.stream == stream || has(stream->past) || has(card().waited);
 }
 
-// Runs a stream up to a position, and before it what that waits for. Called with the lock held, on the card's thread.
+// Runs a stream up to a position, after the work that it waits for. Called on the card's thread with the lock held.
 void advance(Stream* stream, uint64_t position, std::unique_lock<std::mutex>& lock) {
   while (stream->done < position) {
     Task task = std::move(stream->tasks.front());
@@ -247,7 +247,7 @@ aclError wait_for_all(std::unique_lock<std::mutex>& lock) {
   return error;
 }
 
-// A poll that finds work unfinished lets the card do one more piece of it: who polls gets there.
+// Lets the card run one more piece of work after an unsuccessful poll, so that polling eventually succeeds.
 void nudge(Stream* stream) {
   if (stream->done < stream->submitted) want({stream, stream->done + 1, nullptr});
 }
@@ -263,7 +263,7 @@ Mark push(Stream* stream, Work run, Mark after = {}) {
   return {stream, stream->submitted, nullptr};
 }
 
-// The graph that this thread may not disturb: its own capture, or any in global mode.
+// Returns the capture that this thread must not disturb: its own, or any in global mode.
 Graph* guarding() {
   if (thread_mode == ACL_MODEL_RI_CAPTURE_MODE_RELAXED) return nullptr;
   for (Graph* graph : card().capturing) {
@@ -322,7 +322,7 @@ bool is_gone(const void* address) {
   return within(card().given_back, address) && !on_card(address) && !within(card().pinned, address);
 }
 
-// Memory is given back: graphs that use it are of no use from now on.
+// Marks the graphs that use freed memory, which cannot run any more.
 void lose(const char* start, size_t size) {
   const auto uses = [&](const Addresses& addresses) {
     return std::any_of(addresses.begin(), addresses.end(), [&](const void* address) {
@@ -366,7 +366,7 @@ void count_copy(const void* to, const void* from, size_t size) {
   counts.download_bytes += down ? size : 0;
 }
 
-// Synchronous where the memory of the host is not page-locked: it may be gone by the time the stream runs.
+// Waits if host memory is not page-locked, because it may be freed before the stream runs.
 aclError copy_async(void* to, size_t room, const void* from, size_t size, aclrtStream handle) {
   std::unique_lock<std::mutex> lock(card().mutex);
   Stream* stream = stream_of(handle);
@@ -381,7 +381,7 @@ aclError copy_async(void* to, size_t room, const void* from, size_t size, aclrtS
   return wait_for_stream(stream, lock);
 }
 
-// For one of the calls that block.
+// Runs a call that blocks.
 aclError blocking(const char* name, const std::function<aclError(std::unique_lock<std::mutex>&)>& run) {
   std::unique_lock<std::mutex> lock(card().mutex);
   if (const aclError error = refuse_in_capture(name)) return error;
@@ -401,7 +401,7 @@ aclError destroy_stream(aclrtStream handle) {
   Stream* stream = stream_of(handle);
   REFUSE_IF(stream->capture != nullptr, ACL_ERROR_RT_STREAM_CAPTURED, "aclrtDestroyStream: it is captured");
   const aclError error = wait_for_stream(stream, lock);
-  card().streams.erase(stream->id);  // the queue itself stays: events point to it
+  card().streams.erase(stream->id);  // the queue is kept, because events point to it
   return error;
 }
 
@@ -469,21 +469,21 @@ using namespace cann;
 
 extern "C" {
 
-// For `card.py`.
+// Functions for `card.py`.
 void emulated_cann_counters(uint64_t* to) {
   std::lock_guard<std::mutex> lock(card().mutex);
   card().counts.graphs = card().graphs.size();
   std::memcpy(to, &card().counts, sizeof(Counters));
 }
 
-// From here on, what is launched; or no longer.
+// Starts or stops tracing launches.
 void emulated_cann_trace(bool on) {
   std::lock_guard<std::mutex> lock(card().mutex);
   card().traces = on;
   if (on) card().trace.clear();
 }
 
-// As much of it as there is room for; how much there is.
+// Copies as much of the trace as fits, and returns its full size.
 uint64_t emulated_cann_traced(char* to, uint64_t room) {
   std::lock_guard<std::mutex> lock(card().mutex);
   const uint64_t size = card().trace.size();
@@ -492,7 +492,7 @@ uint64_t emulated_cann_traced(char* to, uint64_t room) {
   return size;
 }
 
-// (tasks, replays) of every graph that was captured, in that order, as many as there is room for; how many there are.
+// Copies (tasks, replays) for as many captured graphs as fit, in capture order, and returns the number of graphs.
 uint64_t emulated_cann_graphs(uint64_t* to, uint64_t room) {
   std::lock_guard<std::mutex> lock(card().mutex);
   const auto& captured = card().captured;
@@ -503,13 +503,13 @@ uint64_t emulated_cann_graphs(uint64_t* to, uint64_t room) {
   return captured.size();
 }
 
-// For tests: a card of less memory.
+// For tests: limits the card's memory.
 void emulated_cann_limit_memory(uint64_t limit) {
   std::lock_guard<std::mutex> lock(card().mutex);
   card().limit = limit;
 }
 
-// For tests: refusals whose reason has these words are switched off, none if there are no words.
+// For tests: disables the refusals whose reason contains these words. Without words, it enables all of them.
 void emulated_cann_allow(const char* words) { allowed = words; }
 
 void emulated_cann_compute(bool computes) {
@@ -614,7 +614,7 @@ aclError aclrtGetDeviceInfo(uint32_t, aclrtDevAttr what, int64_t* value) {
   }
 }
 
-// Options of the operator compiler, of which there is none.
+// Options for the operator compiler, which does not exist here.
 size_t aclGetCompileoptSize(aclCompileOpt) { return sizeof "disable"; }
 aclError aclGetCompileopt(aclCompileOpt, char* value, size_t length) {
   std::snprintf(value, length, "disable");
@@ -694,7 +694,7 @@ aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free, size_t* total) {
   return ACL_SUCCESS;
 }
 
-// It waits for no stream: who copies what a stream computes waits for that first.
+// Waits for no stream. Callers that copy a stream's results wait for the stream first.
 aclError aclrtMemcpy(void* to, size_t room, const void* from, size_t size, aclrtMemcpyKind) {
   return blocking("aclrtMemcpy", [=](auto&) -> aclError {
     REFUSE_IF(size > room, ACL_ERROR_RT_PARAM_INVALID, "aclrtMemcpy of more bytes than there is room for");
@@ -796,7 +796,7 @@ aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent handle) {
   std::lock_guard<std::mutex> lock(card().mutex);
   Stream* stream = stream_of(stream_handle);
   const auto* event = static_cast<Event*>(handle);
-  if (event->captured != nullptr) {  // the stream joins the capture, or the capture joins the stream
+  if (event->captured != nullptr) {  // this stream joins the capture, or the capture joins this stream
     REFUSE_IF(card().capturing.count(event->captured) == 0, ACL_ERROR_RT_EVENT_CAPTURED,
               "aclrtStreamWaitEvent: the event is of a capture that ended");
     REFUSE_IF(stream->capture != nullptr && stream->capture != event->captured, ACL_ERROR_STREAM_CAPTURE_CONFLICT,
@@ -808,7 +808,7 @@ aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent handle) {
     if (stream == event->mark.stream || joined == graph.unjoined.end() || joined->second > event->mark.position)
       return ACL_SUCCESS;
     graph.unjoined.erase(joined);
-    if (stream != graph.origin) graph.unjoined[stream] = ++graph.operations;  // now this one has to be joined
+    if (stream != graph.origin) graph.unjoined[stream] = ++graph.operations;  // this stream now has to be joined
     return ACL_SUCCESS;
   }
   REFUSE_IF(stream->capture != nullptr && event->mark.stream != nullptr, ACL_ERROR_RT_CAPTURE_DEPENDENCY,
@@ -827,7 +827,7 @@ aclError aclrtSynchronizeEvent(aclrtEvent handle) {
   if (event->captured != nullptr) return refuse(ACL_ERROR_RT_EVENT_CAPTURED, "aclrtSynchronizeEvent: it is captured");
   if (const aclError error = refuse_in_capture("aclrtSynchronizeEvent")) return error;
   ++card().counts.syncs;
-  const Mark mark = event->mark;  // while this waits others may record the event again, or destroy it
+  const Mark mark = event->mark;  // during the wait, other threads may record the event again or destroy it
   const Past past = event->past;
   if (mark.stream == nullptr) return ACL_SUCCESS;
   const aclError error = wait_for(mark, lock);
@@ -973,7 +973,7 @@ aclError aclmdlRIDestroy(aclmdlRI model) {
   if (const aclError error = refuse_in_capture("aclmdlRIDestroy")) return error;
   Graph* graph = graph_of(model);
   if (graph == nullptr) return refuse(ACL_ERROR_RT_PARAM_INVALID, "aclmdlRIDestroy of a graph that is gone");
-  card().graphs.erase(graph);  // runs that are under way keep it
+  card().graphs.erase(graph);  // runs in progress keep the graph
   return ACL_SUCCESS;
 }
 

@@ -1,4 +1,4 @@
-// What the parts of the emulated CANN share: streams as queues that run late, on a thread of the card's own.
+// Declarations shared by the emulated CANN: streams are queues that run late, on the card's own thread.
 #pragma once
 
 #include <cstdint>
@@ -13,31 +13,32 @@ namespace cann {
 
 using Work = std::function<void()>;
 
-// Where work reads and writes.
+// The addresses that a piece of work reads and writes.
 using Addresses = std::vector<const void*>;
 
-// Puts work into a stream: it runs when somebody waits for it, is recorded while the stream is captured, or replaces
-// recorded work during a task update. Returns an error of the documentation, ACL_SUCCESS otherwise.
+// Adds work to a stream. It runs when somebody waits for it, is recorded while the stream is captured, or replaces
+// recorded work during a task update. Returns a documented error, or ACL_SUCCESS.
 aclError submit(aclrtStream stream, const std::string& name, Addresses addresses, Work work);
 
-// The same for a collective. Other ranks wait for it, so it begins by itself, with all that it depends on.
+// Adds a collective. Because other ranks wait for it, it starts by itself, after the work that it depends on.
 aclError submit_for_ranks(aclrtStream stream, const std::string& name, Addresses addresses, Work work);
 
-// Memory of the card that CANN keeps for itself.
+// Memory on the card that CANN itself uses.
 aclError take_memory(const char* name, size_t size);
 void release_memory(size_t size);
 
-// What an operator reads of paged keys and values, when it runs.
+// Counts what an operator reads of paged keys and values, when it runs.
 void count_kv_read(uint64_t bytes);
 
-// Remembers why, for aclGetRecentErrMsg, and returns the code.
+// Stores the reason for aclGetRecentErrMsg, and returns the code.
 aclError refuse(aclError code, const std::string& why);
 
-// Whether a test has switched off what is refused for this reason.
+// Returns whether a test has disabled refusals for this reason.
 bool is_allowed(const std::string& why);
 
 }  // namespace cann
 
-// A rule, without which the program would go on. What could not go on, such as a handle of nothing, calls `refuse`.
+// A rule that a test can disable, after which the program continues. Use `refuse` where it could not continue, as with
+// an invalid handle.
 #define REFUSE_IF(condition, code, why) \
   if ((condition) && !cann::is_allowed(why)) return cann::refuse(code, why)
