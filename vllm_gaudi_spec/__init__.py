@@ -1,6 +1,7 @@
 """Speculative decoding for vLLM on Intel Gaudi, with the two entry points that vLLM calls.
 
-vLLM imports this package while vLLM is only partly imported, so this must be cheap and must not import vLLM or torch.
+vLLM imports this package while vLLM itself is only partly imported, so this must be cheap and import neither vLLM nor
+torch.
 """
 
 __version__ = "0.1.0"

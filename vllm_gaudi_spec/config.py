@@ -86,7 +86,7 @@ class Options:
     prefill_buckets: tuple[int, ...] | None = None
     """Prompt chunk lengths. Each chunk is padded to one of them."""
     block_buckets: tuple[int, ...] | None = None
-    """Total numbers of KV blocks in a decode, only on a Gaudi. Each decode is padded to one of them."""
+    """Total numbers of KV blocks in a decode step (Gaudi only). Each decode step is padded to one of them."""
     prefill_rows: tuple[int, ...] | None = None
     """Numbers of prompt chunks that may share a forward pass."""
     warmup_tokens: int | None = None
@@ -272,7 +272,7 @@ class Speculation:
     """For parallel drafting: the ID that stands for unknown tokens in the drafter's input. None if the checkpoint
     does not specify one."""
     block_size: int = 0
-    """For block drafters: the number of tokens in a round. 0 for other drafters."""
+    """For block drafters: the number of tokens in a block. 0 for other drafters."""
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:  # one of vLLM's rules that we do not support
@@ -361,9 +361,9 @@ _GOLDEN_RATIO = (1 + 5**0.5) / 2
 def _list_smaller_widths(spec_config: SpeculativeConfig, max_rows: int) -> tuple[int, ...]:
     """Return the numbers of drafts per row, from 1 to k - 1, that a step may verify.
 
-    Adaptive verification chooses among numbers of positions per row that form a sequence with the golden ratio. Each
-    choice needs its own graphs, so there should be few, but with powers of two the best number is often far from all
-    choices.
+    Adaptive verification chooses among numbers of positions per row that grow by the golden ratio. Each choice needs
+    its own graphs, so there should be few. With powers of two, however, the best number would often be far from every
+    choice.
     """
     num_drafts = spec_config.num_speculative_tokens
     schedule = spec_config.num_speculative_tokens_per_batch_size or ()

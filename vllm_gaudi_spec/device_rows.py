@@ -80,7 +80,7 @@ class DeviceRows:
         """Copy the changed rows to the device. This is a no-op in steps without admissions."""
         for group in group_rows(list(self._changed.items())):
             self._write([row for row, _ in group], [values for _, values in group])
-            for row, _ in group:  # only now: an error leaves the rest for the next call
+            for row, _ in group:  # if writing a later group fails, the next call writes the remaining rows
                 del self._changed[row]
 
     def warm_up(self) -> None:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Rows of logits at a time when measuring the logits of all tokens.
+# Maximum number of rows of logits to compute at once when the logits of all tokens are measured.
 _MEASURED_LOGITS = 64
 
 
@@ -62,11 +62,11 @@ def _get_window(layer: Any) -> tuple[int | None, int | None]:
 
 
 def _replace_layers(model_config: ModelConfig, backend: DeviceBackend) -> None:
-    """Let vLLM's model class build our layers where we have any."""
+    """Make vLLM's model class build our versions of the layers that we replace."""
     upstream.make_mla_layers(latent.LatentAttention)
     upstream.return_attention_outputs(RectangleAttentionImpl, attend_layer)
     upstream.apply_to_models(model_config.architectures)
-    if has_states(model_config):  # takes a second, and most models have no such layers
+    if has_states(model_config):  # this import takes a second, and most models do not need it
         importlib.import_module("vllm_gaudi_spec.recurrent.layers")
     if backend.traits.captures and model_config.supports_multimodal_inputs:
         importlib.import_module("vllm_gaudi_spec.attention.encoders")
@@ -89,11 +89,11 @@ class LoadedModel:
         """Load a model and prepare it for the device.
 
         Args:
-            model_config: Config of the model, if it is not that of `vllm_config`.
-            load_config: Likewise.
-            adapt: Changes the model before it goes to the device.
-            quantization: Applied after `adapt`.
-            group: Ranks that the model is split over; by default the target's tensor-parallel group.
+            model_config: The model's configuration, if it differs from that in `vllm_config`.
+            load_config: The load configuration, if it differs from that in `vllm_config`.
+            adapt: Modifies the model before it is prepared for the device.
+            quantization: Quantizes or measures the model after `adapt`.
+            group: The ranks among which the model is split. Defaults to the target's tensor-parallel group.
         """
         self.model_config = model_config = model_config or vllm_config.model_config
         self.load_config = load_config or vllm_config.load_config
@@ -102,12 +102,12 @@ class LoadedModel:
         self.group = group or get_tp_group()
         self._packs = not backend.traits.captures
         self._is_in_step = ranks_in_step(vllm_config, model_config) > 1
-        # A head runs on one rank but in its target's forward context. Otherwise vLLM would ask the other ranks for
-        # their token counts.
+        # A head runs on one rank but in its target's forward context, which needs token counts for all of the target's
+        # ranks. If they are missing, vLLM asks the other ranks for them.
         self._num_in_context = ranks_in_step(vllm_config)
         self._returns_hidden_states = False
         self.output_ids: torch.Tensor | None = None
-        """int64: ids of the target that the logits cover; None if they cover the whole vocabulary."""
+        """int64: target token IDs that the logits cover, or None if they cover the whole vocabulary."""
         self.set_outputs(lambda output, inputs: Hidden(output))
         _replace_layers(model_config, backend)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
@@ -133,17 +133,17 @@ class LoadedModel:
             for name, layer in self._layers.items()
             if getattr(layer, "attn_type", None) == AttentionType.ENCODER_ONLY
         }
-        """Layers whose queries also see later keys."""
+        """Layers whose queries also attend to later keys."""
         self._check_layers(model_config)
         self.states: RecurrentStates | None = None
         self.media_SW: torch.Tensor | None = None
-        """Rows of the `MediaStore`, if there is one."""
+        """The rows of the `MediaStore`, or None if there is no store."""
         self.rotary_offsets_R: torch.Tensor | None = None
-        """Table of `Multimodal.rotary_offsets`, if there is one."""
+        """The table from `Multimodal.rotary_offsets`, or None if there is no table."""
         self._kv_owners = {
             name: getattr(layer, "kv_sharing_target_layer_name", None) or name for name, layer in self._layers.items()
         }
-        """Maps each layer to the layer whose KV it reads: usually itself, and the target's for a Gemma 4 assistant."""
+        """Maps each layer to the layer whose KV it reads: usually itself, or a target layer for a Gemma 4 assistant."""
         backend.weights.prepare_model(self.model)
         self._groups: list[list[str]] = []
         self.adapters: Adapters | None = None
@@ -169,18 +169,18 @@ class LoadedModel:
             )
 
     def set_outputs(self, hidden_of: Callable[[Any, Inputs], Hidden], carried_size: int | None = None) -> None:
-        """Set how to extract hidden states from what the model's class returns.
+        """Set how to extract hidden states from the output of vLLM's model class.
 
-        `carried_size` is the size of the states that a head reads, if they are not those for logits.
+        `carried_size` is the size of the hidden states that a head reads, if logits are computed from different ones.
         """
         self._hidden_of = hidden_of
         self.carried_size = carried_size
 
     def return_hidden_states(self) -> None:
-        """Make all ranks of the model return the same rank's states.
+        """Make all of the model's ranks return the same rank's hidden states.
 
-        Each rank sums up its own states, which may differ in their last bits, but drafts made from them have to be
-        equal.
+        Each rank computes its own hidden states, whose last bits may differ, but all ranks must make the same drafts
+        from them.
         """
         self._returns_hidden_states = True
 
@@ -216,9 +216,9 @@ class LoadedModel:
         return specs
 
     def encoder_kv_spec(self, block_size: int) -> dict[str, FullAttentionSpec]:
-        """Return the KV specs of layers whose queries also see later keys, which are empty for decoders.
+        """Return the KV specs of layers whose queries also attend to later keys. Decoders have no such layers.
 
-        The KV of such a layer is kept, in blocks of `block_size` tokens, until the layer has attended.
+        The KV of such a layer is kept in blocks of `block_size` tokens until the layer has attended.
         """
         return {
             name: FullAttentionSpec(
@@ -231,10 +231,10 @@ class LoadedModel:
         }
 
     def drafter_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """Return the specs without sliding windows, for a drafter.
+        """Return a drafter's KV cache specs, without sliding windows.
 
-        vLLM gives blocks outside a window to other requests without telling the worker. A drafter that catches up would
-        write to them.
+        vLLM reassigns blocks outside a window to other requests without notifying the worker. A drafter that catches up
+        on earlier tokens would write to those blocks.
         """
         return {name: _drop_window(spec) for name, spec in self.kv_cache_spec().items()}
 
@@ -245,14 +245,14 @@ class LoadedModel:
 
     @property
     def reads_slices(self) -> bool:
-        """Whether prompt chunks may come in slices (`vllm_gaudi_spec.slices`), once KV caches are bound."""
+        """Whether prompt chunks may be split into slices (`vllm_gaudi_spec.slices`). Valid once KV caches are bound."""
         return not self._recurrent and all(layer.impl.reads_slices for layer in self._layers.values())
 
     def bind_kv(self, caches: dict[str, Any], groups: list[list[str]]) -> None:
-        """Give each layer its KV cache, or that of the layer whose KV it reads.
+        """Bind each layer to its KV cache, or to that of the layer whose KV it reads.
 
-        `groups` lists the layers of each KV cache group. A layer without KV of its own joins the group of the owner,
-        whose blocks and slots it needs.
+        `groups` lists the layers in each KV cache group. A layer without its own KV joins the owner's group, because it
+        needs that group's blocks and slots.
         """
         sharing = {name: owner for name, owner in self._kv_owners.items() if name != owner}
         self._groups = [[*names, *(name for name, owner in sharing.items() if owner in names)] for names in groups]
@@ -265,17 +265,17 @@ class LoadedModel:
             layer.impl.bind(layer, caches[owner], self._backend)
 
     def state_bytes(self, num_rows: int, num_pending: int) -> int:
-        """Return the bytes that recurrent layers keep for `num_rows` requests, 0 without such layers."""
+        """Return the size in bytes of the recurrent states for `num_rows` requests, or 0 without recurrent layers."""
         return num_rows * sum(layer.layer_shape().num_bytes(num_pending) for layer in self._recurrent.values())
 
     def make_states(self, num_rows: int, num_snapshots: int, num_pending: int, device: torch.device) -> None:
-        """Allocate the states of recurrent layers; a no-op without such layers.
+        """Allocate the states of recurrent layers. No-op for models without such layers.
 
         Args:
-            num_rows: Number of rows, including the pad row. Rows of snapshots come after them.
+            num_rows: Number of rows, including the pad row. The rows for snapshots follow them.
             num_snapshots: Number of snapshots.
-            num_pending: Most tokens of a row whose acceptance is undecided when a forward ends.
-            device: Device of the states.
+            num_pending: Maximum number of tokens per row whose acceptance is undecided when a forward pass ends.
+            device: Device on which to allocate the states.
         """
         if not self._recurrent:
             return
@@ -296,7 +296,7 @@ class LoadedModel:
     def check_kv_is_written(self) -> None:
         """Check after warm-up that every layer whose KV is read has written it.
 
-        Otherwise the model would output noise, with and without drafts.
+        If a layer has not, the model outputs noise, with and without drafts.
         """
         owners = self._layers.keys() & set(self._kv_owners.values())
         if unwritten := sorted(name for name in owners if not self._layers[name].impl.has_written):
@@ -305,9 +305,9 @@ class LoadedModel:
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
         """Return the hidden states [T, H] and write the KV of all real tokens.
 
-        `carried_TH` holds the states that a head reads.
+        `carried_TH` contains the target's hidden states that a head reads.
         """
-        # Ranks in lockstep compute the same number of tokens, and none knows how many of another rank's are real.
+        # Ranks in lockstep compute the same number of tokens, and a rank does not know how many are real on others.
         packs = self._packs and not self._is_in_step
         packed = Packed.from_counts(inputs.num_real_B, inputs.call.num_queries) if packs else None
         hidden = self._run_packed(inputs, carried_TH, packed)
@@ -346,7 +346,7 @@ class LoadedModel:
             if self._returns_hidden_states:
                 hidden = self._broadcast(hidden)
             if self.measuring is not None and self.measuring.reads_logits:
-                # Compute the logits of every real token, since a step samples only a few.
+                # Compute the logits of every real token, since a step computes logits only for a few.
                 parts = hidden.last.split(_MEASURED_LOGITS), inputs.mark_real().split(_MEASURED_LOGITS)
                 for states, real in zip(*parts, strict=True):
                     with self.measuring.counting(real):
@@ -354,7 +354,7 @@ class LoadedModel:
             return hidden
 
     def _call(self, inputs: Inputs, carried_TH: torch.Tensor | None) -> Any:
-        """Call vLLM's model class with the arguments that it takes."""
+        """Call vLLM's model class with the arguments that it accepts."""
         tokens_T, media = inputs.token_ids_T, inputs.multimodal
         positions = inputs.positions_T if inputs.rotary is None else inputs.rotary
         if inputs.token_types_T is not None:
@@ -368,7 +368,7 @@ class LoadedModel:
         embeddings_TH, deeper = self._embed(tokens_T, media)
         if deeper is None:
             return self.model(raw_T, positions, inputs_embeds=embeddings_TH)
-        # vLLM's outer class would read `deeper` from buffers of its own.
+        # Call the inner model, because vLLM's outer class would read `deeper` from its own buffers.
         return self.model.language_model.model(
             raw_T, positions, inputs_embeds=embeddings_TH, deepstack_input_embeds=deeper
         )
@@ -376,7 +376,7 @@ class LoadedModel:
     def _embed(
         self, tokens_T: torch.Tensor, media: MultimodalInputs
     ) -> tuple[torch.Tensor, IntermediateTensors | None]:
-        """Return the tokens' embeddings and, if they come from a media store, what the first layers add."""
+        """Return the token embeddings and, with a media store, the embeddings to add after each of the first layers."""
         deeper = None
         if media.embeddings:
             embeddings_TH = self.model.embed_input_ids(
@@ -391,10 +391,10 @@ class LoadedModel:
     def _merge_media(
         self, text_TH: torch.Tensor, rows_T: torch.Tensor
     ) -> tuple[torch.Tensor, IntermediateTensors | None]:
-        """Merge rows of the media store into the text's embeddings.
+        """Merge rows of the media store into the text embeddings. Also return the embeddings to add after first layers.
 
-        Return also what is added after each of the first layers. vLLM's classes merge by a mask instead, whose number
-        of tokens a graph cannot know.
+        vLLM's classes instead merge with a boolean mask. The number of tokens that it selects is not static, as a graph
+        requires.
         """
         assert self.media_SW is not None
         is_media_T1 = (rows_T != NO_MEDIA).unsqueeze(1)
@@ -410,15 +410,15 @@ class LoadedModel:
         )
 
     def counting(self, inputs: Inputs) -> AbstractContextManager[None]:
-        """Restrict measurements to the real tokens of a forward that runs in this context."""
+        """Restrict measurements to the real tokens of a forward pass that runs in this context."""
         return nullcontext() if self.measuring is None else self.measuring.counting(inputs.mark_real())
 
     def counting_rows(self, is_real_B: torch.Tensor) -> AbstractContextManager[None]:
-        """Restrict measurements to these rows, for layers that drafters run beside forwards."""
+        """Restrict measurements to the real rows, for layers that drafters run outside a forward pass."""
         return nullcontext() if self.measuring is None else self.measuring.counting(is_real_B)
 
     def gather_adapters(self, rows_B: torch.Tensor, num_queries: int = 1) -> torch.Tensor | None:
-        """Return int32: the slot of each row's LoRA adapter, repeated `num_queries` times, or None without adapters."""
+        """Return each row's LoRA adapter slot as int32, repeated `num_queries` times, or None without adapters."""
         return None if self.adapters is None else self.adapters.gather_slots(rows_B, num_queries)
 
     def _apply_adapters(self, adapters_T: torch.Tensor | None) -> AbstractContextManager[None]:
@@ -427,7 +427,7 @@ class LoadedModel:
     def compute_row_logits(
         self, hidden_NH: torch.Tensor, num_real_B: torch.Tensor, adapters_N: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return logits [N, V] of B rows with Q states each, of which the first `num_real_B` are used."""
+        """Return logits [N, V] for B rows with Q hidden states each, of which the first `num_real_B` are used."""
         num_positions = hidden_NH.shape[0]
         packed = Packed.from_counts(num_real_B, num_positions // len(num_real_B)) if self._packs else None
         if packed is None:
@@ -439,7 +439,7 @@ class LoadedModel:
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits [rows, V] in the model's dtype or float32.
 
-        `adapters_N` holds the slots of the rows' LoRA adapters.
+        `adapters_N` contains the LoRA adapter slot of each row.
         """
         with upstream.tensor_parallel_group(self.group), self._apply_adapters(adapters_N):
             logits: torch.Tensor = self.model.compute_logits(hidden)

@@ -162,7 +162,7 @@ class SampleBatch:
     requests: list[Request]
     shape: SampleShape
     rows_np: np.ndarray
-    """int32 [B]: request-state rows. Padding has the pad row."""
+    """int32 [B]: request-state rows. Padding uses the pad row."""
     index_np: np.ndarray | None = None
     """int32 [2, N]: batch row and query index of each listed position, or None for a rectangle."""
     slots_np: np.ndarray | None = None
@@ -198,9 +198,9 @@ class Hidden(NamedTuple):
     """A model's output, which consists of hidden states for tokens."""
 
     last: torch.Tensor
-    """The states from which logits are computed."""
+    """The hidden states from which logits are computed."""
     carried: torch.Tensor | None = None
-    """The states that a head reads together with the next token, or None if these are `last`."""
+    """The hidden states that a head reads together with the next token, or None if the head reads `last`."""
 
 
 class Drafted(NamedTuple):
@@ -249,7 +249,7 @@ class DraftRequest:
     It applies the configured mode and the rows' temperatures and filters, and may overwrite the logits.
     """
     hidden: Hidden | None = None
-    """[B, H]: the state that predicts each row's first draft, for drafters that read hidden states."""
+    """[B, H]: the hidden state that predicts each row's first draft, for drafters that read hidden states."""
 
 
 FAULTY = -1

@@ -1,7 +1,7 @@
-"""Slices of prompt chunks: rows of one length, so that prompts of any lengths share a forward with little padding.
+"""Slices of prompt chunks: rows of equal length, so that prompts of any length share a forward pass with less padding.
 
-A chunk takes as many rows of the rectangle as it has slices, one after another. Every layer writes the keys of all rows
-before any row attends, so a slice sees the slices before it.
+A chunk occupies as many consecutive rows of the rectangle as it has slices. Every layer writes the keys of all rows
+before any row attends, so each slice also attends to the slices before it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ class Slice(NamedTuple):
 
 
 def cut_chunk(request: Request, count: int, size: int) -> Iterator[Slice]:
-    """Yield the slices of a chunk of `count` tokens, each of `size` tokens but the last."""
+    """Yield the slices of a chunk of `count` tokens. Each slice has `size` tokens, but the last may be shorter."""
     for offset in range(0, count, size):
         yield Slice(request, request.num_computed + offset, min(size, count - offset))
 
 
 def keep_last_slices(rows_B: torch.Tensor, pad_row: int) -> torch.Tensor:
-    """Return `rows_B` with the pad row in place of every row that the next one continues.
+    """Return `rows_B` with the pad row in place of every row that the next row continues.
 
-    Use the result to write the state of requests, because an index may occur only once in such a write.
+    Use the result as the index when writing request state, because no index may occur twice in such a write.
     """
     next_B = torch.cat([rows_B[1:], rows_B.new_full((1,), pad_row)])
     return torch.where(rows_B == next_B, pad_row, rows_B)
 
 
 def count_before_slices(rows_B: torch.Tensor, starts_B: torch.Tensor) -> torch.Tensor:
-    """Return int32 [B]: the number of tokens of each row's chunk that come before it in the same rectangle."""
+    """Return int32 [B]: for each row, the number of tokens in its chunk that precede it in the same rectangle."""
     is_same_BB = rows_B[:, None] == rows_B
     first_B = torch.where(is_same_BB, starts_B, starts_B[:, None]).amin(dim=1)
     return starts_B - first_B

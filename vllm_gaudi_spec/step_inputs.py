@@ -80,7 +80,7 @@ class RowInputs(NamedTuple):
     """`StepInputs` after splitting inside a graph."""
 
     rows_B: torch.Tensor
-    """int64: request-state rows. Padding has the pad row."""
+    """int64: request-state rows. Padding uses the pad row."""
     starts_B: torch.Tensor
     """int32: position of each row's first token, as known to the host."""
     counts_B: torch.Tensor

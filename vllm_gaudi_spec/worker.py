@@ -301,9 +301,9 @@ class Worker(WorkerBase):
 def _shut_down_at_exit(reference: weakref.ref[Worker]) -> None:
     """Shut down a worker whose engine runs in the caller's process, and make processes exit quickly.
 
-    Registered after the device's software is loaded, this function runs before torch_npu's exit function destroys the
-    process groups, after which the worker could no longer leave them. vLLM kills child processes that take more than
-    five seconds to exit. Freezing the garbage collector skips a final pass over all loaded objects.
+    Since this function is registered after the device's software is loaded, it runs before torch_npu's exit function
+    destroys the process groups. After that, the worker could no longer leave them. vLLM kills child processes that take
+    more than five seconds to exit. Freezing the garbage collector skips a final pass over all loaded objects.
     """
     worker = reference()
     if worker is not None and getattr(worker, "model_runner", None) is not None:  # vLLM has not shut it down yet

@@ -137,7 +137,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         slot_mapping: torch.Tensor,
     ) -> None:
         assert key.dtype == self.dtype
-        # Another request may be given this block while it still holds values written here.
+        # This block may be assigned to another request while it still holds the values written here.
         key, value = self._finite(key), None if value is None else self._finite(value)
         self._ops.write_kv(key, value, kv_cache, slot_mapping, self.spec)
         self.has_written = True
@@ -160,7 +160,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             query = self.zero_padding(query)
         spans = attn_metadata.spans
         if spans is not None and spans.in_windows_only and self.sliding_window is None:
-            attn_metadata = replace(attn_metadata, spans=None)  # plans are still shared
+            attn_metadata = replace(attn_metadata, spans=None)  # the copy shares the plans
         stores_own_kv = self.kv_dtype is None and self.kv_sharing_target_layer_name is None
         if attn_metadata.from_start and stores_own_kv and key is not None and value is not None:
             attn_metadata = replace(attn_metadata, fresh_kv=(self._finite(key), self._finite(value)))

@@ -1,4 +1,4 @@
-"""Encoder attention for images and audio where steps are captured. Importing this replaces vLLM's version.
+"""Encoder attention for images and audio on devices that capture steps. Importing this replaces vLLM's version.
 
 S  tokens in all sequences of an encoder call        E  sequences
 """

@@ -1,12 +1,12 @@
-"""Paged attention over a flat block list. Each block is read once, whatever the query count and the longest row.
+"""Paged attention over a flat block list. Each block is read once, regardless of query count and longest row.
 
-Letters are the same as in padded.py, except that N also counts list entries. S is then the number of keys per entry,
-which consists of one or more blocks (`choose_group`). Only the queries in the row that owns an entry attend to it. Its
-softmax uses the row's maximum, and results are summed over the row's entries. To bound memory use, a long list is read
-in slices, and each row's maximum and sums are carried from one slice to the next.
+Letters are the same as in padded.py, except that N also counts list entries. An entry consists of one or more blocks
+(`choose_group`), and S is then the number of keys per entry. Only queries in the row that owns an entry attend to it.
+The softmax uses the row's maximum, and results are summed over the row's entries. To bound memory use, a long list is
+read in slices, and each row's maximum and sums are carried from one slice to the next.
 
-The bridge has an operator `block_softmax`, but vllm-gaudi disables it on every card, and it has not been run with
-several queries per row or float32 scores.
+Intel's PyTorch bridge has an operator `block_softmax`, but vllm-gaudi disables it on every card. It has not been run
+here with several queries per row or float32 scores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Plan:
     seen: torch.Tensor
     """bool [N, 1, 1, Q, S]: which of an entry's keys each query attends to."""
     readers_N: torch.Tensor
-    """The row whose queries read each entry. The last row reads padding, and the result is ignored."""
+    """The row whose queries attend to each entry. Padding belongs to an extra last row, whose result is ignored."""
     owned_N1: torch.Tensor
 
 
@@ -64,7 +64,7 @@ def attend(
     # One matmul sums the entries of all rows, so NaN in one row would spread to all rows.
     query = finite(group_queries(query_THD, call, spec))
     num_entries, size = len(flat.rows_N), flat.group_size
-    # Padding in incomplete entries must not require another slice.
+    # Padding in incomplete entries must not cause an extra slice.
     length = SLICE if size == 1 else max(SLICE * 33 // (32 * size), 1)
     slices = [range(begin, min(begin + length, num_entries)) for begin in range(0, num_entries, length)]
 
@@ -88,7 +88,7 @@ def attend(
         # Sinks count once per row. If a sink is far above the row's maximum, the weight is inf and the result is zero.
         row_max = sums.row_max[:-1].view(shape) * sums.scale
         weights = weights + torch.exp(expand_per_head(spec.sinks_H, spec).squeeze(-1) - row_max)
-    # The row's maximum contributes 1, so only queries without visible keys have a smaller sum. Their total is 0.
+    # The row's maximum contributes 1, so only queries without visible keys have a smaller sum. Their output is 0.
     result = sums.total.view(*shape, spec.output_size).float() / weights.clamp(min=1.0).unsqueeze(-1)
     return reshape_by_token(result, spec)
 
@@ -102,7 +102,7 @@ copies of them. Gathered bfloat16 keys for 8 heads of size 128 take 1 GiB.
 
 
 _MOST_BLOCKS = 8
-"""The maximum number of blocks in an entry, which corresponds to 1024 keys in one matrix product."""
+"""The maximum number of blocks in an entry, which corresponds to 1024 keys in one matmul."""
 
 
 @cache
@@ -167,8 +167,8 @@ def _attend_slice(
         values = _fetch(values_NSKD, spec.operations.v_cache, flat, entries)
     query, matmul = query.index_select(0, _cut(plan.readers_N, entries)), spec.operations.matmul_qk
     if not spec.logits_soft_cap and spec.slopes_H is None:
-        # Keep products in the matrix engine's dtype until the maximum is subtracted: the numbers are the same, but
-        # bfloat16 takes half the memory of float32. Weights are rounded to the dtype that the next product takes.
+        # Keep scores in the matrix engine's output dtype until the maximum is subtracted: the values are the same, but
+        # bfloat16 takes half the memory of float32. Weights are rounded to the input dtype of the next matmul.
         scores, scale = multiply(query, keys, call, spec, matmul), spec.scale
     else:
         scores, scale = score(query, keys, call, spec, matmul), 1.0
@@ -177,7 +177,7 @@ def _attend_slice(
             ("flat distances", spec.block_size), lambda: _compute_distances(call, spec, plan.readers_N)
         )
         scores = scores - _cut(distances, entries) * expand_per_head(spec.slopes_H, spec)
-    # Use `where` instead of adding a bias, since pad blocks and unused block ends may hold very large numbers.
+    # Use `where` instead of adding a bias, since pad blocks and unused block ends may hold very large values.
     scores = torch.where(_cut(plan.seen, entries), scores, torch.finfo(scores.dtype).min)
     # Initialize each row's maximum above the score of masked keys, so that their weight is always 0.
     lanes = spec.num_heads * call.num_queries
@@ -279,7 +279,7 @@ def _compute_positions(
 
 
 def _build_one_hot(call: AttentionCall, dtype: torch.dtype) -> torch.Tensor:
-    """Return the matrix [B, N] that sums each row's entries. Padding belongs to no row."""
+    """Return the one-hot matrix [B, N] that sums each row's entries in a matmul. Padding belongs to no row."""
 
     def build() -> torch.Tensor:
         assert call.flat is not None

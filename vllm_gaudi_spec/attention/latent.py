@@ -65,7 +65,7 @@ class Index(NamedTuple):
 
 
 class LatentAttention(MLAAttention):
-    """vLLM's layer, with its weights and its registration as a KV layer, but called like other layers.
+    """vLLM's layer, which keeps its weights and its registration as a KV layer but is called like other layers.
 
     With sparse attention, a token's KV also contains the indexer's key, after the latent vector. Both are written and
     read together, so block management, prefix caching and drafting are unaffected.
@@ -100,7 +100,7 @@ class LatentAttention(MLAAttention):
         row, query = [kv_c_normed.unsqueeze(1), k_pe], [_by_head(nope_THN, self.W_UK_T), rope_THR]
         if index is not None:
             row.append(index.key_TR.unsqueeze(1))
-            # Pad queries with zeros opposite the index keys, because slicing the keys off would copy all rows.
+            # Pad queries with zeros to cover the index keys, because slicing those off would copy all stored keys.
             query.append(rope_THR.new_zeros(*rope_THR.shape[:-1], self.impl.index_size))
         attended_THR = attend_layer(
             self, torch.cat(query, dim=-1), torch.cat(row, dim=-1), None, index and index.queries

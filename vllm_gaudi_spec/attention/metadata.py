@@ -57,17 +57,17 @@ class AttentionLayerSpec:
     kv_dtype: torch.dtype | None = None
     """KV cache dtype if it differs from `dtype`. In that case, `operations` read and write keys and values."""
     model_type: str = ""
-    """Model type in transformers, because a kernel may be precise enough for some models only."""
+    """Model type in transformers, because a kernel may be precise enough only for some models."""
     operations: Operations = field(default=PLAIN, compare=False, repr=False)
     """The layer's own modules if `layer_operations` or `kv_dtype` is set."""
     sinks_H: torch.Tensor | None = field(default=None, compare=False)
-    """An additional score per head with a value of zero, so it only takes a share of the softmax."""
+    """Attention sinks: an additional score per head, whose value is zero, so that it only takes a softmax share."""
     slopes_H: torch.Tensor | None = field(default=None, compare=False)
     """ALiBi slopes in float32: the decrease in a key's score per position between key and query."""
 
     @property
     def has_plain_scores(self) -> bool:
-        """Whether scores are just scaled products of queries and keys."""
+        """Whether scores are plain scaled dot products of queries and keys."""
         return not self.logits_soft_cap and self.sinks_H is None and self.slopes_H is None
 
     @property
@@ -76,13 +76,13 @@ class AttentionLayerSpec:
 
     @property
     def mask_key(self) -> tuple[int | None, int | None, int, bool]:
-        """A key that is equal for layers with the same mask."""
+        """Cache key that is equal for layers with the same mask."""
         return self.sliding_window, self.attention_chunk, self.block_size, self.is_causal
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBlocks:
-    """The blocks of all rows in one list, so that work scales with the total number of blocks, not the longest row.
+    """The blocks of all rows in one list, so that work scales with their total number, not with the longest row.
 
     Entries are groups of neighboring blocks and may be in any order. Blocks that are no longer visible to any of a
     row's queries may be omitted.
@@ -124,13 +124,13 @@ class Packed(NamedTuple):
         return cls((offsets_Q < num_real_B[:, None]).flatten().nonzero().flatten(), num_real_B)
 
     def spread(self, states: torch.Tensor, num_positions: int) -> torch.Tensor:
-        """Scatter packed states back to their tokens' positions in the padded batch, filling padding with zeros."""
+        """Scatter packed hidden states to their tokens' positions in the padded batch, with zeros for padding."""
         return states.new_zeros(num_positions, *states.shape[1:]).index_copy_(0, self.index_T, states)
 
 
 class SpanRows(NamedTuple):
     rows_S: torch.Tensor
-    """int64: batch row."""
+    """int64: batch row of each span."""
     firsts_S: torch.Tensor
     """int32: position of the first token, which may be part of an earlier chunk."""
     lasts_S: torch.Tensor
@@ -155,7 +155,7 @@ class Spans(NamedTuple):
 class IndexQueries(NamedTuple):
     """Queries with which a layer scores keys for selection. I: index heads. R: elements per head.
 
-    All heads share one key per token. Its score is the weighted sum of the heads' products, with negative products
+    All heads share one key per token. Its score is the weighted sum of the heads' dot products, with negative ones
     replaced by zero.
     """
 
@@ -229,10 +229,10 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateCall:
-    """The rectangle's description for layers with a recurrent state."""
+    """Description of the rectangle for layers with a recurrent state."""
 
     rows_B: torch.Tensor
-    """int64: request-state rows, which index the states. Padding has the pad row."""
+    """int64: request-state rows, which index the recurrent states. Padding uses the pad row."""
     starts_B: torch.Tensor
     """int32: position of each row's first token."""
     num_real_B: torch.Tensor
@@ -303,7 +303,7 @@ class Inputs:
     adapters_T: torch.Tensor | None = None
     """int32: slot of each token's LoRA adapter, or None without adapters."""
     states: StateCall | None = None
-    """The rectangle's description for layers with a recurrent state, or None without such layers."""
+    """Description of the rectangle for layers with a recurrent state, or None without such layers."""
     multimodal: MultimodalInputs | None = None
     """Inputs from images, video and audio, or None if the model or batch has none."""
     rotary: torch.Tensor | None = None
@@ -397,7 +397,7 @@ def build_rectangle(
 def build_columns(
     starts_B: torch.Tensor, num_real_B: torch.Tensor, num_columns: int, blocks: Blocks, row_operations: RowOperations
 ) -> list[Inputs]:
-    """Build the columns of such a rectangle, which run one after another. Each has one query per row.
+    """Build a rectangle as columns that run one after another, each with one query per row.
 
     Token IDs are 0, and the caller fills them in. Data that the columns share is computed only once.
     """

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 LARGEST = 2.0**56
-"""The largest number that attention and recurrent layers accept. Models never produce numbers this large, and a float32
-sum of thousands of products of such numbers is finite."""
+"""The largest magnitude that attention and recurrent layers accept. Models never produce values this large, and a
+float32 sum of thousands of products of such values is finite."""
 
 
 def finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Replace NaN, infinities and numbers with a magnitude above `LARGEST` by 0.
+    """Replace NaN, infinities and values with a magnitude above `LARGEST` by 0.
 
     Kernels mask tokens by multiplying by 0 or by adding a large negative number to scores, and neither removes NaN. A
     NaN in KV would reach the block's next owner, or all requests if it were in the pad block. A NaN in a batched matmul

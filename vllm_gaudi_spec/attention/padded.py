@@ -62,7 +62,7 @@ def attend(
 def _selection(
     keys: torch.Tensor, seen_BQ: torch.Tensor, call: AttentionCall, spec: AttentionLayerSpec
 ) -> torch.Tensor:
-    """Return which table keys each query selects, bool [B, Q, W * S]. Small tables are not restricted further."""
+    """Return which keys in the block table each query selects, bool [B, Q, W * S]. Small tables need no selection."""
     assert spec.num_selected is not None
     if seen_BQ.shape[-1] <= spec.num_selected:
         return seen_BQ
@@ -82,7 +82,7 @@ def gather_rows(blocks_NSKD: torch.Tensor, table_BW: torch.Tensor, cache: VLLMKV
 
 
 def find_visible(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
-    """Return which table keys are visible to each query, bool [B, Q, W * S]."""
+    """Return which keys in the block table are visible to each query, bool [B, Q, W * S]."""
     keys, queries = _key_positions(call, spec), compute_query_positions(call.starts_B, call.num_queries)
     seen = is_in_reach(keys, queries, spec)
     if not spec.is_causal:
@@ -108,7 +108,7 @@ def _key_positions(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tenso
 
 
 def expand_per_head(numbers_H: torch.Tensor, spec: AttentionLayerSpec) -> torch.Tensor:
-    """Reshape per-head numbers to float32 [K, G, 1, 1], so that they broadcast against scores."""
+    """Reshape per-head values to float32 [K, G, 1, 1], so that they broadcast against scores."""
     return numbers_H.float().view(spec.num_kv_heads, -1, 1, 1)
 
 
@@ -161,7 +161,7 @@ def score(
 def multiply(
     query: torch.Tensor, keys: torch.Tensor, call: AttentionCall, spec: AttentionLayerSpec, matmul: Matmul
 ) -> torch.Tensor:
-    """Return the products that `score` scales, in the matrix engine's output dtype."""
+    """Return the dot products that `score` scales, in the matrix engine's output dtype."""
     products = matmul(convert_for_matmul(query), convert_for_matmul(keys).transpose(-1, -2))
     group = spec.num_heads // spec.num_kv_heads
     return products.view(*products.shape[:-2], group, call.num_queries, keys.shape[-2])
@@ -178,7 +178,7 @@ def weigh(
 
 
 def convert_for_matmul(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert for a matrix engine. Keep bfloat16, and convert others to float32: float16 products could overflow."""
+    """Convert to a dtype for matmuls: keep bfloat16 and use float32 for the rest, since float16 could overflow."""
     return tensor if tensor.dtype == torch.bfloat16 else tensor.float()
 
 

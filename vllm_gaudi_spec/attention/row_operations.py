@@ -1,7 +1,7 @@
 """Per-row bookkeeping on the device: positions, slots, token histories and draft counts.
 
 The functions here are reference implementations that use many small torch operations. Where launching these is too
-expensive, a device replaces functions in `RowOperations` with kernels that return the same numbers.
+expensive, a device replaces functions in `RowOperations` with kernels that return the same values.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def append(
 
 
 def put(state_R: torch.Tensor, rows_B: torch.Tensor, numbers_B: torch.Tensor, *, pad_row: int) -> None:
-    """Write one number per row. The pad row stays 0."""
+    """Write one value per row. The pad row stays 0."""
     state_R.index_copy_(0, rows_B, torch.where(rows_B == pad_row, 0, numbers_B).to(state_R.dtype))
 
 
@@ -146,8 +146,8 @@ def check_drafts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the drafts with tokens outside the vocabulary replaced, and the number of drafts in each row.
 
-    The number is `mark` if a draft is outside the vocabulary or comes from unsound logits, or if the original number is
-    negative or exceeds `most_B`.
+    The number is `mark` if a draft is outside the vocabulary or comes from unsound logits (with NaN or +inf), or if the
+    original number is negative or exceeds `most_B`.
     """
     offsets_K = torch.arange(tokens_BK.shape[1], dtype=torch.int32, device=tokens_BK.device)
     wrong_BK = tokens_BK < 0

@@ -27,7 +27,7 @@ def score_keys(
 ) -> torch.Tensor:
     """Return scores, float32 [..., Q, keys], for queries [..., I, Q, R], weights [..., I, Q] and keys [..., keys, D].
 
-    Only a few heads are scored at a time. An indexer has more heads than a rank has attention heads, so the products
+    Only a few heads are scored at a time. An indexer has more heads than a rank has attention heads, so the scores
     for all of them together would be the model's largest tensor.
     """
     num_heads, num_queries = query.shape[-3:-1]

@@ -199,7 +199,7 @@ OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"
 def preload_openmp() -> None:
     """Make new processes load Intel's OpenMP if it is installed and they do not preload an OpenMP library already.
 
-    Unlike GNU's, it lets waiting threads sleep (here, after 1 ms), which is faster if the machine has other work.
+    Unlike GNU's library, it lets waiting threads sleep (here, after 1 ms), which is faster on a busy machine.
     """
     preloaded = PRELOADED.value or ""
     if OPENMP.exists() and not any(name in preloaded for name in ("libiomp", "libomp", "libgomp")):
@@ -243,7 +243,7 @@ def _identify_shared_memory() -> str:
 
 
 def leave_threads_unbound() -> None:
-    """Disable thread binding unless the user set it, since vLLM's binding of ranks to NUMA nodes fails with too few."""
+    """Disable thread binding unless the user set it, since vLLM fails to bind ranks to too few NUMA nodes."""
     os.environ.setdefault(THREADS_BIND.name, "nobind")
 
 
@@ -267,10 +267,10 @@ def set_gaudi_defaults() -> None:
     # If the variable is not set, the mode depends on the bridge release.
     os.environ.setdefault(LAZY_MODE.name, "1" if gaudi_has_lazy_mode() else "0")
     if os.environ[LAZY_MODE.name] == "0":
-        # An operation outside a compiled region splits the region into several recipes. The last recipe to read a cache
-        # or a state would treat its memory as free, although the next step reads it. vllm-gaudi sets this variable for
-        # models with recurrent states, whose results were wrong (pull request 1753). Here, caches are also updated in
-        # place.
+        # An operation outside a compiled region splits the region into several recipes. The last recipe to read a KV
+        # cache or a recurrent state would treat its memory as free, although the next step reads it. vllm-gaudi sets
+        # this variable for models with recurrent states, whose results were wrong (pull request 1753). Here, caches are
+        # also updated in place.
         os.environ.setdefault(INPUT_REUSE.name, "0")
 
 

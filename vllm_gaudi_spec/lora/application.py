@@ -38,7 +38,7 @@ Upload = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TokenSlots:
-    """Each token's slot while a model computes.
+    """The adapter slot of each token during a forward pass.
 
     vLLM creates one instance for all of a model's layers, as the platform's "punica wrapper".
     """
@@ -125,7 +125,7 @@ class LinearAdapters(_Adapters):
     def _added(self, x_TI: torch.Tensor) -> torch.Tensor:
         columns_TC = functional.linear(x_TI, self._first)
         if self._group is not None:
-            # Logits have the same bits on every rank, but hidden states do not, so all ranks add one rank's columns.
+            # Logits are bitwise equal on all ranks, but hidden states are not, so all ranks add one rank's columns.
             communicator = self._group.device_communicator
             assert communicator is not None
             columns_TC = communicator.broadcast(columns_TC.contiguous())
@@ -135,7 +135,7 @@ class LinearAdapters(_Adapters):
 
 
 class EmbeddingAdapters(_Adapters):
-    """Adapters for vLLM's wrapper around an embedding table, which computes the first product as a lookup."""
+    """Adapters for vLLM's wrapper around an embedding table, where a lookup replaces the first matmul."""
 
     def __init__(self, module: Any, slots: TokenSlots, upload: Upload) -> None:
         num_slots, num_tokens, rank = module.lora_a_stacked.shape

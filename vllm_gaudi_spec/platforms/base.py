@@ -189,7 +189,7 @@ class SpecPlatform(Platform):
 
     @classmethod
     def _norms(cls) -> str:
-        """Return the name of the device's norms in vLLM's IR, registered by `layers.py` in the folder of `cls`."""
+        """Return the name of the device's norm kernels in vLLM's IR, which the device's `layers.py` registers."""
         load_backend()  # a data-parallel engine calls this before a worker has loaded the device's software
         provider: str = importlib.import_module(f"{cls.__module__.rpartition('.')[0]}.layers").PROVIDER
         return provider
@@ -232,7 +232,7 @@ class SpecPlatform(Platform):
 class CapturingPlatform(SpecPlatform):
     """Base class for the platforms of accelerators, which capture steps as graphs."""
 
-    # All devices are out of tree, since vLLM would load compiled operations for the devices that it knows.
+    # All devices are declared out of tree, since vLLM would load compiled operations for devices that it knows.
     _enum = PlatformEnum.OOT
     # Used by vLLM's compiled helpers, some of which are created before the device's software is loaded.
     simple_compile_backend = "eager"
@@ -253,7 +253,7 @@ class CapturingPlatform(SpecPlatform):
             device = load_backend().traits.name
             logger.warning_once("enforce_eager has no effect on %s, where all steps are captured.", device)
         _disable_hybrid_kv_manager(vllm_config)
-        # A process forked from one with an open card cannot use the card, or hangs at exit.
+        # A process forked from one that has opened a card cannot use the card or hangs at exit.
         choose_start_method(lambda: "spawn")
 
     @classmethod
@@ -345,7 +345,7 @@ def _disable_hybrid_kv_manager(vllm_config: VllmConfig) -> None:
     """
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if model is None or model is not get_target_config(vllm_config) or scheduler.disable_hybrid_kv_cache_manager:
-        return  # a drafter's copy of the configuration has the target's scheduler
+        return  # a drafter's copy of the configuration shares the target's scheduler settings
     every = [one.model_arch_config for one, _ in list_models(vllm_config)]
     layers = [config[index] for config in every for index in range(config.total_num_hidden_layers)]
     shapes = {(layer.head_size, layer.total_num_kv_heads) for layer in layers}

@@ -1,1 +1,1 @@
-"""FP8 as in Intel Neural Compressor: its files and configuration, and exact arithmetic that follows them."""
+"""Quantized checkpoints, and FP8 that follows Intel Neural Compressor's files, configuration, and arithmetic."""

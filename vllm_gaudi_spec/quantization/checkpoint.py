@@ -45,7 +45,7 @@ class Checkpoint:
     format: CheckpointFormat
     dtype: torch.dtype
     is_native: Callable[[str], bool] = field(default=lambda layer: False)
-    """Whether a layer accepts e4m3 numbers with per-row scales, or packed words of 4-bit integers."""
+    """Whether a layer accepts e4m3 weights with per-row scales, or packed words of 4-bit integers."""
     is_unused: Callable[[str], bool] = field(default=lambda name: False)
     """Whether the model ignores tensors with a given name."""
     _waiting: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Checkpoint:
             list(self._read(layer, encoding, parts))  # raises an error that names the missing tensor
 
     def _check_plain(self, name: str, part: str, tensor: torch.Tensor) -> None:
-        """Raise EncodingError for quantized numbers that the model would load as weights."""
+        """Raise EncodingError for quantized values that the model would load as weights."""
         is_byte = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
         if is_byte or _QUANTIZED.search(part):
             reason = f"is quantized in a way that config.json ({self.format.name}) does not describe"
@@ -134,7 +134,7 @@ def _check_finite(*tensors: torch.Tensor) -> None:
 
 
 class _Headers(Checkpoint):
-    """Reads tensors without data. Each kind is checked once, because large models have many tensors but few kinds."""
+    """A reader for meta tensors. It checks each kind once, since large models have many tensors but few kinds."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
@@ -151,7 +151,7 @@ def find_misfit(model: str, format: CheckpointFormat, files: Iterable[Path], dam
     """Return why a checkpoint cannot be read, judging by its file headers, or None if it can.
 
     Args:
-        damage_alone: Ignore reasons that do not apply to other readers, such as vLLM's.
+        damage_alone: Report only damage that affects every reader, including vLLM's.
     """
     error = _misfit(model, format, _headers(files))
     return None if error is None or (damage_alone and not error.is_damage) else str(error)
@@ -160,9 +160,9 @@ def find_misfit(model: str, format: CheckpointFormat, files: Iterable[Path], dam
 def check_tensors(
     model: str, format: CheckpointFormat, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors unchanged for vLLM's kernels, and raise EncodingError if scales are missing or not finite.
+    """Yield the tensors unchanged for vLLM's kernels. Raise EncodingError if scales are missing or not finite.
 
-    vLLM accepts scales that are not finite, and leaves missing ones uninitialized.
+    vLLM accepts scales that are not finite and leaves missing ones uninitialized.
     """
     headers: list[tuple[str, torch.Tensor]] = []
     for name, tensor in tensors:
@@ -176,7 +176,7 @@ def check_tensors(
 
 
 def _misfit(model: str, format: CheckpointFormat, headers: Iterable[tuple[str, torch.Tensor]]) -> EncodingError | None:
-    """Process tensors without data in the same way as real tensors, and return the error, if any."""
+    """Process meta tensors in the same way as real tensors and return the error, if any."""
     try:
         for _ in _Headers(model=model, format=format, dtype=torch.float32).weights(headers):
             pass

@@ -171,7 +171,7 @@ class Measuring(Protocol):
     """Whether logits are computed for every token, so that the logits layer is measured too."""
 
     def counting(self, real_T: torch.Tensor) -> AbstractContextManager[None]:
-        """Measure the real tokens in a T-token forward pass that runs in this context."""
+        """Restrict measurements to the real tokens of a T-token forward pass that runs in this context."""
         ...
 
     def write(self) -> None:
@@ -196,7 +196,7 @@ def get_cpu_weights(vllm_config: VllmConfig) -> str | None:
     """Return the `cpu_weights` option, which defaults to float32 if anything is rounded to FP8.
 
     The results of oneDNN's float32 kernel do not depend on the number of tokens. The results of the float16 kernel do,
-    and a one-bit difference can change an FP8 number.
+    and a one-bit difference can change an FP8 value.
     """
     options = Options.from_vllm(vllm_config)
     if options.cpu_weights is not None:
@@ -215,7 +215,7 @@ def missing_scales(config: QuantConfig, world: int) -> Iterator[str]:
 
 
 def hostile_scales(config: QuantConfig) -> Iterator[str]:
-    """Yield the reasons why INC, which would run any code in a model's files, must not read them."""
+    """Yield the reasons why INC must not read a model's scale files. INC would run any code in them."""
     try:
         files.check_harmless(config.dump_stats_path)
     except files.QuantFilesError as error:

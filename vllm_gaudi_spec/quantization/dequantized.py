@@ -1,7 +1,7 @@
-"""Decides whether to dequantize a quantized checkpoint when it is loaded, and reads it.
+"""Decides whether to dequantize a quantized checkpoint when it is loaded and reads its weights.
 
 While vLLM creates the configuration, formats that we can read are assigned the `dequantized` method (`method.py`). A
-model is returned to vLLM's own method if the device has vLLM's kernels for its format.
+model is handed back to vLLM's own method if vLLM's kernels for its format run on the device.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def native_inputs(format: CheckpointFormat, weights: Weights) -> tuple[str, ...]
 def is_native(format: CheckpointFormat, dtype: torch.dtype, requested: str | None, weights: Weights) -> bool:
     """Whether linear layers in a format stay quantized.
 
-    4-bit integers stay quantized only on request, because converting them at each step saves nothing but memory.
+    4-bit integers stay quantized only on request, because converting them at each step only saves memory.
 
     Args:
         requested: The value of the `weight_kernels` option.
@@ -114,7 +114,7 @@ def _stays_native(model: ModelConfig, requested: str | None, weights: Weights) -
 
 
 def _choose_vllms(vllm_config: VllmConfig, model: ModelConfig, requested: str | None, weights: Weights) -> None:
-    """Return the model to vLLM's own method for its format, or log why it is dequantized."""
+    """Hand the model back to vLLM's own method for its format, or log why it is dequantized."""
     method = method_of(described(model))
     is_target, quant_config = model is vllm_config.model_config, vllm_config.quant_config
     try:
@@ -196,7 +196,7 @@ def read_weights(
 
 
 def _forget_format(loaded: Any) -> None:
-    """Remove the quantization from the configuration of vLLM's gpt-oss.
+    """Remove the quantization settings from the configuration of vLLM's gpt-oss model.
 
     The gpt-oss class reads files according to the configuration, not according to its layers' quantization method.
     """

@@ -1,7 +1,7 @@
 """Decodes quantized matrices from the tensors that a checkpoint stores in place of a weight.
 
-Arithmetic uses torch, in float32, on [outputs N, inputs K]. It also runs on tensors without data, made from file
-headers, to detect tensors that do not fit before anything is read.
+Arithmetic uses torch operations in float32 on matrices with N outputs and K inputs. It also runs on meta tensors made
+from file headers, to detect mismatched tensors before any data is read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class EncodingError(ValueError):
 
 
 class Grouped(NamedTuple):
-    """Unsigned integers. Inputs in the same group G share scales and zero points."""
+    """A weight stored as unsigned integers. The inputs in each of G groups share scales and zero points."""
 
     values_KN: torch.Tensor
     scales_GN: torch.Tensor
@@ -58,7 +58,7 @@ class Grouped(NamedTuple):
 
 
 class Words(NamedTuple):
-    """4-bit integers, eight outputs per int32, starting at the lowest bits. W is the number of words."""
+    """A weight packed as 4-bit integers: each of W int32 words holds eight outputs, starting at the lowest bits."""
 
     weight_KW: torch.Tensor
     scales_GN: torch.Tensor
@@ -72,9 +72,9 @@ class Encoding:
     decode: Callable[[Parts], torch.Tensor]
     """Returns float32 [N, K], or bfloat16 [E, K, N] for stacked experts."""
     rows: Callable[[Parts], tuple[torch.Tensor, torch.Tensor]] | None = None
-    """Returns the weight as e4m3 numbers with one scale per row, [N, 1]. None for other numbers."""
+    """Returns the weight as e4m3 values with one scale per row, [N, 1]. None for other encodings."""
     grouped: Callable[[Parts], Grouped] | None = None
-    """Returns the weight as integers in groups of `group_size` inputs. None for other numbers or reordered groups."""
+    """Returns the weight as integers in groups of `group_size` inputs. None for others and reordered groups."""
     group_size: int = 0
 
     def weight(self, parts: Parts) -> torch.Tensor:
@@ -104,12 +104,12 @@ class Encoding:
 def numbers(
     block: Block | None, *, scale: str = "weight_scale", integers: bool = False, zero_point: bool = False
 ) -> Encoding:
-    """Return the encoding for 8-bit numbers, e4m3 or integers.
+    """Return the encoding for 8-bit values, which are e4m3 or integers.
 
     Args:
         block: The rows and columns that share a scale, or None for one scale per matrix or per row.
         scale: The name of the scale.
-        integers: Whether the numbers are integers.
+        integers: Whether the values are integers.
         zero_point: Whether there are zero points.
     """
     parts = ("weight", scale, *(["weight_zero_point"] if zero_point else []))
@@ -142,7 +142,7 @@ def numbers(
 def packed_integers(bits: int, block: Block, *, zero_point: bool, reordered: bool) -> Encoding:
     """Return the encoding for compressed-tensors integers, packed into words by row.
 
-    If `reordered` is set, a tensor contains each column's group.
+    If `reordered` is set, an additional tensor contains the group index of each column.
     """
     more = [*(["weight_zero_point"] if zero_point else []), *(["weight_g_idx"] if reordered else [])]
 
@@ -173,7 +173,7 @@ def gptq(*, size: int | None, reordered: bool, zero_offset: int) -> Encoding:
 
     Args:
         size: The number of inputs per group, -1 for all inputs, or None if the format does not specify it.
-        reordered: Whether a tensor contains each input's group.
+        reordered: Whether an additional tensor contains the group index of each input.
         zero_offset: The number to add to stored zero points.
     """
 
@@ -222,9 +222,9 @@ def _integers(parts: tuple[str, ...], read: Callable[[Parts], Grouped], size: in
 
 
 def fp4(size: int, *, codes: str, whole: str | None = None, divides: bool = False) -> Encoding:
-    """Return the encoding for e2m1 numbers, two per byte, with one scale per `size` numbers in a row.
+    """Return the encoding for e2m1 values, two per byte, with one scale per `size` values in a row.
 
-    `whole` names a scale for the scales: they are divided by it if `divides` is set, and multiplied by it otherwise.
+    `whole` names a scale for the whole tensor. Other scales are divided by it if `divides` is set, else multiplied.
     """
 
     def decode(tensors: Parts) -> torch.Tensor:
@@ -240,7 +240,7 @@ def fp4(size: int, *, codes: str, whole: str | None = None, divides: bool = Fals
 
 
 def stacked_fp4() -> Encoding:
-    """Return the encoding for gpt-oss: all experts in a layer, in blocks of 32 e2m1 numbers with one exponent each.
+    """Return the encoding for gpt-oss: all experts in a layer, in blocks of 32 e2m1 values with one exponent each.
 
     The bfloat16 model uses the transposed stack: [experts, inputs, outputs].
     """
@@ -276,7 +276,7 @@ def _scale(stored: torch.Tensor) -> torch.Tensor:
 
 
 def _fp4_values(bytes_NH: torch.Tensor) -> torch.Tensor:
-    """Return e2m1 numbers as float32 [N, 2 * H]. The lower half of each byte comes first."""
+    """Return e2m1 values as float32 [N, 2 * H]. The lower half of each byte comes first."""
     low_high = torch.stack((bytes_NH & 15, bytes_NH >> 4), dim=-1).flatten(1).long()
     table = torch.tensor(FP4, device=bytes_NH.device)
     return torch.cat((table, -table))[low_high]
@@ -313,7 +313,7 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _groups_in_order(size: int | None, values_KN: torch.Tensor, scales_GN: torch.Tensor) -> torch.Tensor:
-    """Return each input's group, for groups that follow the input order."""
+    """Return the group index of each input, for groups that follow the input order."""
     (num_inputs, num_outputs), num_groups = values_KN.shape, scales_GN.shape[0]
     if size is None:
         if num_groups == 0 or num_inputs % num_groups:

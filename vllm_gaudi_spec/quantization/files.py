@@ -61,7 +61,7 @@ class LinearShape:
 
 @dataclass
 class Node:
-    """One module's values: [1, 1] per tensor, or [channels, 1] for a weight (scales are [] or [channels])."""
+    """One module's values. Maxima are [1, 1] per tensor or [channels, 1] for a weight; scales are [] or [channels]."""
 
     inputs: list[np.ndarray]
     outputs: list[np.ndarray] = field(default_factory=list)
@@ -114,7 +114,7 @@ def find_ranks(prefix: str | Path, method: str = "") -> dict[int, set[int]]:
 
 
 def read_world(prefix: str | Path, world: int | None = None, method: str = "") -> list[Record]:
-    """Read the files of all ranks, which must belong to one model. `world` is optional if there is only one size."""
+    """Read the files of all ranks, which must belong to one model. `world` may be omitted if it is unambiguous."""
     what = "scale" if method else "measurement"
     found = find_ranks(prefix, method)
     if not found:

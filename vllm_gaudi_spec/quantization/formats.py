@@ -23,7 +23,7 @@ from vllm_gaudi_spec.quantization.encodings import (
 )
 
 FP8, UINT4 = "FP8", "4-bit integers"
-"""Formats in which linear layers can remain."""
+"""Formats in which linear layers can stay quantized."""
 Described = Mapping[str, Any]
 """The `quantization_config` in config.json."""
 
@@ -55,7 +55,7 @@ class CheckpointFormat:
         return next((encoding for pattern, encoding in self.by_layer if re.search(pattern, layer)), self.default)
 
     def may_be_native(self, layer: str) -> bool:
-        """Whether a layer can stay quantized, by its name in the checkpoint or in the model before parts are merged."""
+        """Whether a layer can stay quantized, given its name in the checkpoint or in the model before merging."""
         is_linear = ".experts." not in layer and not layer.endswith(_NEVER_NATIVE)
         return is_linear and not any(re.search(_pattern(name), layer) for name in self.ignored)
 
@@ -170,13 +170,13 @@ def _block(weights: Mapping[str, Any]) -> Block:
 
 
 def _size(written: Any) -> int:
-    """Return how many numbers share a scale; -1 means all."""
+    """Return how many values share a scale; -1 means all."""
     if (size := int(written)) < 1 and size != -1:
         raise UnknownFormatError(f"have scales of {size} numbers each, which is not possible")
     return size
 
 
-# ---- the others ------------------------------------------------------------------------------------------
+# ---- other formats ---------------------------------------------------------------------------------------
 
 
 def _fp8(described: Described) -> CheckpointFormat:

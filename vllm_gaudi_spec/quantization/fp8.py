@@ -1,9 +1,9 @@
 """Float8 e4m3 arithmetic, exact except for the rounding that Gaudi performs as well.
 
-A number x is cast to e4m3 with scale s by computing x / s, clamping it to the range, and rounding it to nearest even. A
-product of two such numbers is a multiple of 2**-18 below 2**18, and float64 can add tens of thousands of products
-without rounding: the sum depends neither on their order nor on the number of rows in a matmul. It is rounded once, to
-the model's dtype. In bfloat16, the sum and the scale are rounded before they are multiplied.
+A value x is cast to e4m3 with scale s by computing x / s, clamping it to the range, and rounding it to nearest even. A
+product of two such values is a multiple of 2**-18 below 2**18, and float64 can add tens of thousands of products
+without rounding, so the sum depends neither on their order nor on the number of rows in a matmul. The sum is rounded
+once, to the model's dtype. In bfloat16, the sum and the scale are rounded before they are multiplied.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ def to_e4m3(x: torch.Tensor, largest: float) -> torch.Tensor:
 
 
 class Arithmetic(Protocol):
-    """A device's FP8 arithmetic. Scales are float32 tensors that broadcast with the numbers."""
+    """A device's FP8 arithmetic. Scales are float32 tensors that broadcast with the values."""
 
     @property
     def matmul(self) -> Matmul:
-        """The matmul for numbers returned by `uncast`, in the model's dtype."""
+        """The matmul for values returned by `uncast`, in the model's dtype."""
         ...
 
     def cast(self, x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        """Return x * inverse as e4m3 numbers, in the form that `multiply` and `uncast` accept."""
+        """Return x * inverse as e4m3 values, in the form that `multiply` and `uncast` accept."""
         ...
 
     def keep(self, weight_KN: torch.Tensor) -> torch.Tensor:
@@ -48,10 +48,10 @@ class Arithmetic(Protocol):
 
 
 class WideMatmul(Matmul):
-    """Matmul with float64 sums, which are rounded once.
+    """Matmul that accumulates in float64 and rounds once.
 
-    float32 sums depend on a library's kernel, and thus on the number of rows: a verify step would sometimes write
-    different numbers to an FP8 cache than a decode.
+    float32 sums depend on a library's kernel and thus on the number of rows. With them, a verify step would sometimes
+    write different values to an FP8 cache than a plain decode step.
     """
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ class WideMatmul(Matmul):
 
 
 class HostArithmetic:
-    """FP8 arithmetic in plain torch, with e4m3 numbers stored as float64."""
+    """FP8 arithmetic in plain torch, with e4m3 values stored as float64."""
 
     matmul = WideMatmul()
 
@@ -72,7 +72,7 @@ class HostArithmetic:
         return to_e4m3(scaled, self._largest).double()
 
     def keep(self, weight_KN: torch.Tensor) -> torch.Tensor:
-        # Store the weight output by output, because a product with few rows reads the outputs one by one.
+        # Store each output's weights contiguously, because a matmul with few rows reads the outputs one by one.
         return weight_KN.t().double().contiguous().t()
 
     def multiply(

@@ -74,7 +74,7 @@ def choose_kv_dtype(vllm_config: VllmConfig, model: ModelConfig, *, has_fp8: boo
 
 
 def suggest_model_dtype(vllm_config: VllmConfig) -> str:
-    """Return how to keep KV in the model's dtype, for messages. The advice depends on who requests FP8."""
+    """Return how to keep KV in the model's dtype, which depends on whether the checkpoint or the user requests FP8."""
     target = get_target_config(vllm_config)
     if _asks_for_quantized_kv(target):
         return f"use --kv-cache-dtype bfloat16, which keeps the KV of {target.model} in the model's dtype"
@@ -91,7 +91,7 @@ def drop_scales_set_aside(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Return a model's tensors without the scales that belong to a dropped scheme.
 
-    Layers may lack parameters with the same shapes, or would use the scales for FP8 KV, for which they were not made.
+    Layers may lack parameters with these shapes, or would use the scales for FP8 KV, for which they were not made.
     """
     drops = was_set_aside(model)
     return (pair for pair in tensors if not (drops and _OF_SCHEMES.search(pair[0])))

@@ -1,7 +1,7 @@
 """FP8 modules with scales from a file: linear layers, attention's matmuls and softmax, and KV caches.
 
-They compute in the same way as Intel Neural Compressor's modules on Gaudi: operands are cast, products are scaled back
-in the model's dtype, and a bias is added afterwards. QUANT_CONFIG and --kv-cache-dtype use the same caches.
+They compute in the same way as Intel Neural Compressor's modules on Gaudi: operands are cast, results are scaled back
+in the model's dtype, and a bias is added afterwards. QUANT_CONFIG and --kv-cache-dtype use the same cache modules.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def kv_range(fp8_range: str | None) -> str:
 
 
 class Cast(nn.Module):
-    """Casts to e4m3 with a scale, and back."""
+    """A module that casts to e4m3 with a scale and casts back."""
 
     scale: torch.Tensor
     inverse: torch.Tensor
@@ -111,7 +111,7 @@ class Fp8Cache(VLLMKVCache):
 
 
 def serve_linear(layer: Any, linear: Any) -> None:
-    """Make `linear.apply(layer, x, bias)` compute a linear layer from vLLM or torch."""
+    """Make a linear layer from vLLM or torch compute its output with `linear.apply(layer, x, bias)`."""
     if isinstance(layer, nn.Linear):
         layer.served_by = linear
         layer.forward = partial(_forward, layer)  # type: ignore[method-assign]

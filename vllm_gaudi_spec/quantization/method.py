@@ -118,7 +118,7 @@ class DequantizedConfig(QuantizationConfig):
             assert format.default is not None
             return Uint4Linear(convert=weights.from_uint4, group_size=format.default.group_size, prefix=prefix)
         assert weights.fp8_arithmetic is not None
-        assert weights.fp8_range is not None  # a device with FP8 products has a range
+        assert weights.fp8_range is not None  # a device with FP8 matmuls has a range
         largest = E4M3_MAX[weights.fp8_range]
         return Fp8Linear(arithmetic=weights.fp8_arithmetic, largest=largest, prefix=prefix)
 

@@ -78,7 +78,7 @@ class Quantization:
 def _latent(model: nn.Module) -> Iterator[nn.Module]:
     """Yield latent attention's modules, which are never measured or quantized.
 
-    Latent attention's cache has a single row for key and value, and the attention absorbs `kv_b_proj`.
+    Latent attention caches a single vector for key and value and absorbs the weight of `kv_b_proj`.
     """
     for module in model.modules():
         if isinstance(module, MLAAttention):
@@ -87,9 +87,9 @@ def _latent(model: nn.Module) -> Iterator[nn.Module]:
 
 
 _GAUDI2_FACTOR = 2.0
-"""Checkpoint scales assume e4m3 numbers up to 448, but a Gaudi 2 has numbers only up to 240. Doubling the scale
-preserves larger numbers, as quirk Q02 does for weights, and costs numbers below 1/32 of the scale one bit. A scale of 1
-is not doubled, because it was not derived from any numbers."""
+"""Checkpoint scales assume e4m3 values up to 448, but the maximum on a Gaudi 2 is 240. Doubling the scale preserves
+larger values, as for weights (quirk Q02), and costs values below 1/32 of the scale one bit of precision. A scale of 1
+is not doubled, because it was not derived from measured values."""
 
 
 def quantize_kv(vllm_config: VllmConfig, backend: DeviceBackend, model: str, others: Collection[str]) -> None:

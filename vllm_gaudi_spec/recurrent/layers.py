@@ -80,7 +80,7 @@ class DeltaNet(RecurrentLayer):
     dt_bias: torch.Tensor
     get_state_dtype: Callable[[], tuple[torch.dtype, ...]]
     allow_neg_eigval = False
-    """Whether beta can be as large as 2, which allows what a key reads to change its sign."""
+    """Whether beta can be as large as 2, so that an update can flip the sign of the value that a key reads."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()
@@ -164,7 +164,7 @@ class KimiDeltaAttention(RecurrentLayer, KimiGatedDeltaNetAttention):
         )
 
     def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Ignore `positions`, which the states already track."""
+        """Ignore `positions`, which `RecurrentStates` tracks."""
         sizes = [3 * self.local_projection_size, self.local_num_heads, self.head_dim]
         qkv, beta, decay = self.in_proj_qkvgfab(hidden_states)[0].split(sizes, dim=-1)
         gates = torch.cat((beta, self.f_b_proj(decay)[0]), dim=-1)
@@ -195,7 +195,7 @@ class KimiDeltaAttention(RecurrentLayer, KimiGatedDeltaNetAttention):
 
 
 def _normalize(tensor: torch.Tensor) -> torch.Tensor:
-    """Normalize to length 1, like the kernels with which the models were trained."""
+    """Normalize to unit length in the same way as the kernels with which the models were trained."""
     return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6)
 
 

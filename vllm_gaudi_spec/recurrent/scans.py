@@ -1,4 +1,4 @@
-"""Recurrences over padded batches, in torch operations with static shapes: no loop's length depends on a value.
+"""Recurrences over padded batches, in torch operations with static shapes. No loop length depends on tensor values.
 
 B  rows      Q  positions         C  convolution channels   W  convolution taps     L  positions per chunk
 H  heads     K  key size          V  value size             G  gates per token      N  chunks
@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 _CHUNK = 64
-"""The maximum number of positions computed at once, using matrices of this size; a power of two."""
+"""The maximum number of positions computed at once, with matrices of this size. It must be a power of two."""
 
 
 def convolve(
@@ -42,10 +42,10 @@ def scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what each position reads from the state, [B, Q, H, V], and the state after the last position, in float32.
 
-    At each position, the state is multiplied by exp(decay), then key x value is added, and then the query reads the
-    state. D is 1, or K if each key component has its own decay. With `beta`, the delta rule determines what is added:
-    beta times the difference between the value and what the key reads. A position with decay 0 leaves the state
-    unchanged if its value, or its beta, is 0.
+    At each position, the state is multiplied by exp(decay), then the outer product of key and value is added, and then
+    the query reads the state. D is 1, or K if each key component has its own decay. With `beta`, the delta rule adds,
+    in place of the value, beta times the difference between the value and what the key reads. A position with decay 0
+    leaves the state unchanged if its value, or its beta, is 0.
     """
     num_queries = query_BQHK.shape[1]
     length = min(_CHUNK, 1 << (num_queries - 1).bit_length())
@@ -88,8 +88,8 @@ def scan(
 
 
 Products = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Multiplies each position in the first tensor by each earlier or equal one in the second, and by the decay between
-them; later ones give 0. Maps two tensors [B, N, H, L, K] to [B, N, H, L, L]."""
+"""Computes the dot product of each position in the first tensor with each earlier or equal one in the second, times the
+decay between them. Later positions give 0. Maps two tensors [B, N, H, L, K] to [B, N, H, L, L]."""
 
 
 def _decay_per_head(since_BNHL1: torch.Tensor) -> Products:
@@ -103,8 +103,9 @@ def _decay_per_head(since_BNHL1: torch.Tensor) -> Products:
 def _decay_per_number(since_BNHLK: torch.Tensor) -> Products:
     """Return `Products` with a separate decay for each key component.
 
-    L x L x K decays would be too many, and exp(since) times exp(-since) overflows. Therefore, pairs of diagonal blocks
-    are merged into larger ones. The block below each pair splits its decays at the end of the pair's first block.
+    Storing L x L x K decays would take too much memory, and exp(since) times exp(-since) would overflow. Therefore,
+    pairs of diagonal blocks are merged into larger ones. The off-diagonal block in each pair splits its decays at the
+    end of the pair's first block.
     """
 
     def products(left_BNHLK: torch.Tensor, right_BNHLK: torch.Tensor) -> torch.Tensor:
@@ -132,7 +133,7 @@ def _join_blocks(first: torch.Tensor, below: torch.Tensor, second: torch.Tensor)
 
 
 _SHORT_CHUNK = 16
-"""The same limit for recurrences that need C x K numbers per position and row."""
+"""The same limit for recurrences that need C x K elements per position and row."""
 
 
 def scan_each(
@@ -160,7 +161,7 @@ def scan_each(
         queries, keys, values, steps = (tensor.narrow(1, begin, length) for tensor in (query, key, value, step))
         kept_BLCK = (steps.unsqueeze(-1) * rate_CK).exp()
         added_BLCK = values.unsqueeze(-1) * keys.unsqueeze(2)
-        # This is a prefix scan: in each round, a position covers twice as many earlier positions.
+        # This is a prefix scan: in each iteration, a position covers twice as many earlier positions.
         reach = 1
         while reach < length:
             added_BLCK = added_BLCK + kept_BLCK * _later(added_BLCK, reach, 0.0)

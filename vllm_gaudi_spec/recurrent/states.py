@@ -1,4 +1,4 @@
-"""The recurrent state of each request, kept as it was before tokens whose acceptance is still undecided.
+"""The recurrent states of requests, which exclude tokens whose acceptance is still undecided.
 
 A row's state belongs to a position in its text. A prompt chunk advances the state to the chunk's end. A decode whose
 drafts may be rejected leaves the state unchanged and stores the decode's inputs next to it. The row's next forward pass
@@ -28,8 +28,8 @@ class LayerShape(NamedTuple):
     """The number of convolution channels."""
     num_taps: int
     num_gates: int
-    """The number of gates per token besides the convolved inputs; 0 if there are none or they are computed from
-    those."""
+    """The number of gates per token besides the convolved inputs; 0 if there are none or they are computed from the
+    inputs."""
     state: tuple[int, ...]
     """Empty for a layer that consists only of its convolution."""
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class LayerState:
             self.state = torch.zeros(num_rows, *shape.state, dtype=shape.state_dtype, device=device)
 
     def copy_rows(self, sources_N: torch.Tensor, targets_N: torch.Tensor) -> None:
-        """Copy rows without gates, which belong to pending tokens: copied rows have no pending tokens."""
+        """Copy rows, except their gates, which belong to pending tokens. The rows must not have pending tokens."""
         for tensor in (self.inputs_RWC, self.state):
             if tensor is not None:
                 _write(tensor, targets_N, tensor.index_select(0, sources_N))
@@ -110,7 +110,7 @@ class LayerState:
         bias_C: torch.Tensor | None,
         recurrence: Recurrence,
     ) -> torch.Tensor:
-        """Return the rows' states before a batch, including the accepted pending tokens."""
+        """Return the rows' states before a batch, after applying the accepted pending tokens."""
         assert self.state is not None
         state = _zero_if(call.starts_B == 0, self.state.index_select(0, call.rows_B).float())
         if not self._num_pending:
@@ -159,7 +159,7 @@ class RecurrentStates:
         self._positions_R.index_copy_(0, call.rows_B, positions_B.int())
 
     def copy_rows(self, sources_N: torch.Tensor, targets_N: torch.Tensor) -> None:
-        """Copy rows that have no pending tokens: their last forward was a prompt chunk, or they are such copies."""
+        """Copy rows without pending tokens: rows whose last forward pass was a prompt chunk, or copies of such rows."""
         for layer in self.by_layer.values():
             layer.copy_rows(sources_N, targets_N)
         self._positions_R.index_copy_(0, targets_N, self._positions_R.index_select(0, sources_N))

@@ -46,7 +46,7 @@ SERVED = {
 
 
 def num_pending(num_drafts: int) -> int:
-    """Return the maximum number of tokens per row left to the next step, which knows how many were accepted."""
+    """Return the maximum number of pending tokens per row. The next step knows how many of them were accepted."""
     return 1 + num_drafts if num_drafts else 0
 
 

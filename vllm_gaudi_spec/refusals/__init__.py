@@ -32,7 +32,7 @@ def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
             raise UnsupportedConfigError(reason)
 
 
-# Only the first reason is shown. Damaged files are checked late, since each file must be opened.
+# Only the first reason is shown. Damaged files are detected late in this order, since each file must be opened.
 _IN_ORDER: tuple[Callable[[VllmConfig, DeviceBackend], Iterator[str]], ...] = (
     other_file_refusals,
     model_refusals,

@@ -100,7 +100,7 @@ def _connector_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iter
     if others := sorted(names - set(_CONNECTORS)):
         yield f"KV connector {others[0]} is not supported; use {' or '.join(_CONNECTORS)} in --kv-transfer-config."
     if config.kv_load_failure_policy == "recompute" and names - {"NixlConnector"}:
-        # A connector that loads before a forward may not report a failure until the step's tokens are sampled.
+        # A connector that loads before a forward pass may not report a failure until the step's tokens are sampled.
         yield "kv_load_failure_policy recompute works only with NixlConnector; set it to fail in --kv-transfer-config."
     if examples := [part for part in parts if part.get("kv_connector") == "ExampleConnector"]:
         # ExampleConnector stores a whole prompt after the first chunk, under a name derived only from the tokens.
@@ -140,7 +140,7 @@ def refuse_new_weights(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
 
 
 def _find_fixed_weights(vllm_config: VllmConfig, backend: DeviceBackend) -> str | None:
-    """Return why weights cannot be replaced, or None: steps may not read them as loaded, or other state uses them."""
+    """Return why weights cannot be replaced, or None. For example, steps may use converted copies of them."""
     spec_config, options = vllm_config.speculative_config, Options.from_vllm(vllm_config)
     models = [vllm_config.model_config, getattr(spec_config, "draft_model_config", None) or vllm_config.model_config]
     reasons = {

@@ -1,4 +1,4 @@
-"""Refusals of weight formats, and of scales that the loader would accept or that would fail in the engine's process."""
+"""Refusals of weight formats, and of bad scales that the loader would accept or the engine would fail on later."""
 
 from __future__ import annotations
 

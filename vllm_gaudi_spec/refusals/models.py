@@ -102,7 +102,7 @@ def _single_model_refusals(model: ModelConfig) -> Iterator[str]:
 
 
 def _selection_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """Yield reasons to refuse options for models that select keys, whose indexer keys share rows with latent keys."""
+    """Yield reasons to refuse options for models that select keys, which store indexer keys next to latent keys."""
     model = vllm_config.model_config
     if not hasattr(model.hf_text_config, "index_topk"):
         return
@@ -175,13 +175,13 @@ def _max_image_tokens(media: Any) -> int:
 
 
 def _keeps_image_sizes(model: ModelConfig) -> bool:
-    """Whether each image size is a new shape, as with the Pixtral encoder in models of the Llava class."""
+    """Whether each image size gives the encoder a new shape, as with the Pixtral encoder in the Llava class."""
     vision = getattr(model.hf_config, "vision_config", None)
     return "LlavaForConditionalGeneration" in model.architectures and getattr(vision, "model_type", "") == "pixtral"
 
 
 def _whole_prompt_refusals(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield reasons to refuse options that would split, or block forever, a prompt with bidirectional attention."""
+    """Yield reasons to refuse options that would split a prompt with bidirectional attention or block it forever."""
     name, scheduler = vllm_config.model_config.model, vllm_config.scheduler_config
     if scheduler.long_prefill_token_threshold:
         yield f"{name} computes a prompt in one step; leave out --long-prefill-token-threshold."

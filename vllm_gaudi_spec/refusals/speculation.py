@@ -56,7 +56,7 @@ def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
             f"set num_speculative_tokens in --speculative-config to {MAX_DRAFTS} or less."
         )
     if spec_config.enable_adaptive_verification and ranks_in_step(vllm_config) > 1:
-        # If a rank tries fewer drafts, it is padded to its peers' shape, so its times do not reflect its own choice.
+        # A rank that tries fewer drafts is padded to its peers' shape, so its step times do not reflect its own choice.
         yield (
             "enable_adaptive_verification is not supported with data parallelism of a mixture of experts; leave it out "
             "of --speculative-config."

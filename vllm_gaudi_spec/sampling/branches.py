@@ -1,4 +1,4 @@
-"""Branches: the sampling features that a batch needs. They are few enough for each to be captured or compiled."""
+"""Combinations of sampling features ("branches"), few enough to capture or compile a graph for each of them."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class Branch(NamedTuple):
     random: bool = False
     min_p: bool = False
     top_k: int = 0
-    """Length of the list of largest logits that covers every request's k, or the vocabulary size if no list does."""
+    """How many of the largest logits to list to cover every request's k, or the vocabulary size if no list does."""
     top_p: int = 0
     """`IN_LIST` to apply top-p within that list, or `SEARCHED` to search the whole vocabulary."""
     edited: bool = False
-    """Whether a request has logit edits or a thinking budget."""
+    """Whether any request has logit edits or a thinking budget."""
     constrained: bool = False
-    """Whether a request has a grammar."""
+    """Whether any request has a grammar."""
     masked: bool = False
-    """Whether a request has allowed tokens."""
+    """Whether any request restricts sampling to a set of allowed tokens."""
     penalized: bool = False
     scored: int = 0
-    """Maximum number of token IDs for which a request asks for log-probabilities."""
+    """Maximum number of token IDs for which any request asks for log-probabilities."""
     reported: bool = False
-    """Whether a request asks for the log-probability of the sampled token."""
+    """Whether any request asks for the log-probability of the sampled token."""
     num_logprobs: int = 0
     """Number of most likely tokens whose log-probabilities are also reported."""
 
@@ -51,7 +51,7 @@ class Branch(NamedTuple):
         return cls._make(type(none)(value) for none, value in zip(cls(), values, strict=True))
 
     def select_drafting(self, mode: str) -> Branch:
-        """Return the features for drafting. A drafter that is not greedy samples only tokens that the filters keep."""
+        """Return the features that drafting needs: none if it is greedy, and otherwise noise and the filters."""
         if mode == "greedy":
             return Branch()
         return Branch(random=self.random, min_p=self.min_p, top_k=self.top_k, top_p=self.top_p)
@@ -63,7 +63,7 @@ class Branch(NamedTuple):
     def coarsen(self, vocab_size: int, logprob_counts: tuple[int, ...]) -> Branch:
         """Return a branch that covers this one, from a set small enough to capture every branch in it.
 
-        Unused features get neutral values, so results are the same.
+        Unused features get neutral values, so results do not change.
         """
         top_k, top_p = self.top_k, self.top_p
         if top_k == vocab_size or (top_k and top_p == SEARCHED):
@@ -103,8 +103,8 @@ class Branch(NamedTuple):
         others share the `full` branches: logit edits, penalties, masks, log-probabilities, and larger values of top-k.
 
         Args:
-            joint: Use an even smaller set, for rules that read all positions of a row together, because verify steps
-                that sample then have separate graphs.
+            joint: Use an even smaller set. This is for rules that read all positions of a row together, because verify
+                steps that sample need separate graphs under these rules.
         """
         usual_length = usual_list_length(vocab_size)
         is_full = any(self._replace(random=False, min_p=False, top_k=0, top_p=0)) or self.top_k > usual_length

@@ -24,10 +24,10 @@ ROUNDING = 4e-6
 """Relative error of a float32 sum over the vocabulary."""
 
 _SEGMENT, _BLOCK = 32, 1024
-"""Sizes in tokens."""
+"""Segment and block sizes, in tokens."""
 _NUM_PIVOTS = 16
 _LIST_BLOCK = 128
-"""Size in tokens. Common vocabulary sizes are multiples of it."""
+"""Block size, in tokens, for finding the largest logits. Common vocabulary sizes are multiples of it."""
 
 
 def filter_logits(
@@ -44,7 +44,7 @@ def filter_logits(
 
     Args:
         longest: Largest k among rows with k < V, in which case rows with k = V have no top-p. 0 if any k may occur.
-        num_sampling_B: Number of sampled positions in each row. A device may leave the logits of others undefined.
+        num_sampling_B: Number of sampled positions in each row. A device may leave logits at other positions undefined.
     """
     if longest:
         if min_p_B is not None:
@@ -80,9 +80,9 @@ def apply_list(
 
 
 def _find_largest(logits_BQV: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the largest logits, sorted.
+    """Return the `number` largest logits, sorted.
 
-    They are searched for only in the blocks with the largest maxima, since a top-k over a whole vocabulary is slow.
+    Only the blocks with the largest maxima are searched, since a top-k over a whole vocabulary is slow.
     """
     vocab = logits_BQV.shape[-1]
     if vocab % _LIST_BLOCK or vocab < 4 * number * _LIST_BLOCK:
@@ -116,13 +116,13 @@ def search(
 
 
 class _SortedBlocks:
-    """Finds the largest threshold at or above which there are enough tokens or enough probability mass.
+    """Sorted blocks for finding the largest threshold that keeps enough tokens or enough probability mass.
 
     Sorting a whole vocabulary is very expensive on an HPU, and each operator in a search adds latency. Instead, each
-    block is sorted, and so are the last tokens of all segments; evenly spaced ones become pivots. However the logits
-    are distributed, only a bounded number of segments has tokens between two neighboring pivots. The token count or
-    probability mass at or above each pivot shows which two pivots enclose the threshold, which is then found among the
-    sorted tokens of the segments between them.
+    block is sorted. The last tokens of all segments are also sorted, and evenly spaced ones become pivots. For any
+    distribution of logits, only a bounded number of segments have tokens between two neighboring pivots. The token
+    count or probability mass at or above each pivot shows which two pivots enclose the threshold. The threshold is then
+    found among the sorted tokens of the segments between them.
     """
 
     def __init__(self, logits_NV: torch.Tensor) -> None:
@@ -136,7 +136,7 @@ class _SortedBlocks:
         self._starts_NE, self._ends_NE = self._tokens_NGST[..., 0].flatten(1), ends_NGS.flatten(1)
         distance = -(-num_segments // _NUM_PIVOTS)
         self._pivots_NM = self._ends_NE.sort(dim=-1, descending=True).values[:, distance - 1 :: distance]
-        # Fewer than `distance` segments end between two pivots, and at most one more segment begins there per block.
+        # Fewer than `distance` segments end between two pivots, and at most one more segment per block begins there.
         self._num_between = min(distance + num_blocks, num_segments)
         # In each block, find the segment that a pivot divides, and its tokens at or above the pivot.
         num_whole_NGM = (ends_NGS[..., None] >= self._pivots_NM[:, None, None]).sum(2, dtype=torch.int32)
@@ -163,7 +163,7 @@ class _SortedBlocks:
             tokens_NGST = tokens_NGST.masked_fill(tokens_NGST < floor_N1[..., None, None], NEG_INF)
         sums_NGS = (tokens_NGST - peak_N111).exp().sum(-1)
         before_NGS = sums_NGS.cumsum(-1) - sums_NGS
-        # Sums at pivots below the floor may include tokens below it. This is harmless: they reach the target anyway.
+        # Sums at pivots below the floor may include tokens below it. Such sums reach the target even without them.
         partial_NGM = ((self._divided_NGMT - peak_N111).exp() * self._is_above_NGMT).sum(-1)
         whole_NGM = before_NGS.flatten().index_select(0, self._index).view(partial_NGM.shape)
         target_N1 = top_p_N1 * sums_NGS.sum((1, 2))[:, None]

@@ -38,13 +38,13 @@ def read_grammars(output: GrammarOutput, scheduled: SchedulerOutput) -> dict[str
 
 class GrammarInputs(NamedTuple):
     masks_BQW: torch.Tensor
-    """int32, or [N, 1, W] if the pass lists its positions."""
+    """int32, or [N, 1, W] if the sampling pass lists its positions."""
     bounds_2B: torch.Tensor
-    """int32: the number of drafts that each row's grammar allows, then 1 for rows without a grammar, else 0."""
+    """int32: first, how many drafts each row's grammar allows; second, 1 for rows without a grammar, 0 for others."""
 
 
 def pack_grammars(batch: SampleBatch, grammars: dict[str, Grammar], mask_words: int) -> list[np.ndarray]:
-    """Return the host arrays for a pass's `GrammarInputs`."""
+    """Return the host arrays for a sampling pass's `GrammarInputs`."""
     return [_make_masks(batch, grammars, mask_words), _get_bounds(batch, grammars)]
 
 
@@ -60,7 +60,7 @@ def _make_masks(batch: SampleBatch, grammars: dict[str, Grammar], mask_words: in
     mask = np.full((*row_BQ.shape, mask_words), -1, dtype=np.int32)
     for index, request in enumerate(batch.requests):
         if (grammar := grammars.get(request.req_id)) is not None:
-            # The padding for a new request may add more masks than this step has positions.
+            # Because a new request is padded with drafts, its grammar may have more masks than the step has positions.
             where = np.nonzero((row_BQ == index) & (query_BQ < len(grammar.mask_NW)))
             mask[where] = grammar.mask_NW[query_BQ[where], :mask_words]
     return mask

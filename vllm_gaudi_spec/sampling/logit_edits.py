@@ -47,7 +47,7 @@ class LogitEdits:
 
     def __init__(self, backend: DeviceBackend, max_rows: int, tables: EditTables) -> None:
         self._has_fixed_shapes = backend.traits.captures
-        """Whether whole tables are read, whatever a batch needs."""
+        """Whether whole tables are read, even if a batch needs only some of their columns."""
         self._tables = tables
         self._sizes_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
         """Number of edits and number of prefix tokens in each row."""

@@ -1,7 +1,7 @@
 """Applies a request's sampling parameters to its logits, at each of the Q positions of a verify step.
 
-Dimensions: B rows, Q positions, V vocabulary size. All functions return new logits, in which masked tokens are -inf,
-because the input is a view of the output layer's result and a graph on a Gaudi must not write through a view.
+Dimensions: B rows, Q positions, V vocabulary size. All functions return new logits, with -inf for masked tokens. They
+do not write to the input, which is a view of the output layer's result: graphs on a Gaudi cannot write through views.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def apply_penalties_at(
     positions_BQ: torch.Tensor,
     penalties_N: Penalties,
 ) -> torch.Tensor:
-    """Apply penalties to N positions. `index_2N` contains their rows and queries. Penalties are per position."""
+    """Apply penalties to N positions. `index_2N` contains their row and query indices."""
     row_N, query_N = index_2N.unbind(0)
     token_BM = history_BM.long()
     counts_BV, prompt_BV = _counts(token_BM, prompt_len_B, positions_BQ[:, 0], logits_NV.shape[-1])

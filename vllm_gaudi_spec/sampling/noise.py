@@ -1,8 +1,8 @@
 """Counter-based noise: a hash of (request seed, absolute position, stream, token ID).
 
-The hash uses wrapping 32-bit arithmetic with logical shifts, so the bits are the same on every device, whatever the
-batch composition and the number of drafts. Each use of noise has its own stream, because an acceptance rule would be
-lossy if two uses shared noise. Only coupled drafts share the target's stream, on purpose.
+The hash uses wrapping 32-bit arithmetic with logical shifts, so the bits do not depend on the device, the batch
+composition, or the number of drafts. Each use of noise has its own stream, because an acceptance rule would be lossy if
+two uses shared noise. The only exception is intentional: coupled drafts share the target's stream.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def bits(
 def exponential(hashed: torch.Tensor) -> torch.Tensor:
     """Return unit exponential variates from hash bits.
 
-    They are finite, positive, and finest near 0, where they decide the argmax.
+    They are finite, positive, and most closely spaced near 0, where they decide the argmax.
     """
     # A float keeps 24 of the 31 bits, so small values are exact multiples of 2**-31.
     unit = _shift_right(hashed, 1).float().add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
@@ -97,7 +97,8 @@ def exponential(hashed: torch.Tensor) -> torch.Tensor:
 _ACCURATE_LOG1P = ("cpu", "cuda")
 """Device types with an accurate `log1p`.
 
-Gaudi and Ascend publish no error bound. If theirs computes log(1 + x), one token in 2**25 gets infinite noise.
+Gaudi and Ascend publish no error bound. If they compute `log1p(x)` as log(1 + x), one token in 2**25 gets infinite
+noise.
 """
 _SERIES_BELOW = 2.0**-6
 

@@ -1,6 +1,6 @@
 """Sampling parameters in device tables, and the other inputs that a sampling pass copies to the device.
 
-Parameters are written at admission. A pass only copies the rows that sample and their grammar masks.
+Parameters are written at admission. Each sampling pass only copies the indices of its rows and their grammar masks.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SamplingInputs(NamedTuple):
 
     @property
     def floats(self) -> dict[str, torch.Tensor]:
-        """Parameters by name, each of shape [B]."""
+        """The parameters by name, each with shape [B]."""
         return dict(zip(_FLOATS, self.floats_FB.unbind(0), strict=True))
 
     @property
@@ -138,10 +138,7 @@ class Sampling:
         logprobs_mode: str,
         joint: bool = False,
     ) -> None:
-        """
-        Args:
-            joint: See `Branch.merge`.
-        """
+        """Allocate the tables. See `Branch.merge` for `joint`."""
         self.backend = backend
         self._joint = joint
         self.vocab_size = vocab_size
@@ -237,7 +234,7 @@ class Sampling:
         return tuple(sorted({self._reduce(branch) for branch in Branch.iter_all(self.vocab_size, self.logprob_counts)}))
 
     def reports(self, requests: list[Request], branch: Branch) -> bool:
-        """Return whether any request asks for log-probabilities. A merged branch may compute them without a request."""
+        """Return whether any request asks for log-probabilities. A merged branch may compute them regardless."""
         if not any(branch.select_reports()):
             return False
         return any(Branch.largest(self._branches_np[[request.row for request in requests]]).select_reports())

@@ -55,7 +55,7 @@ def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule
     if RULES[speculation.rule].needs_probs:
         return partial(_verify_with_probs, rules, verify) if speculation.keeps_probs else strict
     if speculation.rule == SYNTHETIC:
-        with torch.inference_mode():  # as in steps, which slice this tensor: the emulated card requires it
+        with torch.inference_mode():  # steps slice this tensor in inference mode, and the emulated card checks this
             rates_K = torch.tensor(speculation.synthetic_rates, device=backend.traits.torch_device)
         verify = partial(verify, rates_K=rates_K)
     return partial(_verify_without_probs, rules, verify)
@@ -194,10 +194,10 @@ class Verifier:
         num_drafts_B: torch.Tensor,
         inputs: SamplingInputs,
     ) -> Verification:
-        """Verify using logits for listed positions only, sampling each as if it were a row with one position.
+        """Verify with logits for listed positions only. Each is sampled as if it were a row with one position.
 
-        This implements the strict rule and, for rows with one position, every rule. Results at unlisted positions are
-        undefined.
+        This supports the strict rule and, if rows have only one position, all other rules. Results at unlisted
+        positions are undefined.
         """
         row_N, query_N = position_list.index_2N.unbind(0)
         position_inputs = inputs.select_rows(row_N)

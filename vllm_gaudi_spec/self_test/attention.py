@@ -1,7 +1,7 @@
-"""Checks attention over paged KV against float64 on the host, and that writing padding's KV changes no row.
+"""Checks attention over paged KV against float64 on the host. Also checks that writing padding's KV changes no row.
 
-Rows have different lengths, and end before, at, and after block boundaries. Slots that no row wrote hold numbers so
-large that the result for any query that attends to them is far off.
+Rows have different lengths and end before, at, and after block boundaries. Slots that no row wrote hold values so large
+that the result for any query that attends to them is clearly wrong.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
 
 _HEADS, _KV_HEADS, _HEAD_SIZE = 8, 2, 128
 _VERIFY_QUERIES = 4
-# Lengths around the one beyond which an NPU kernel skipped keys, with arguments that differ from ours (quirk A01), and
-# near the end of a block table.
+# The first lengths are around the one beyond which an NPU kernel skipped keys, although with other arguments (quirk
+# A01). The last one is near the end of a block table.
 _LONG = (511, 512, 513, 4095)
 _WINDOW = 300
-# A chunk of this many queries follows equally many keys: with some masks and lengths, which were not published, a Gaudi
-# 3's fused attention corrupts all head groups except the first (quirk A31). Comparing every query would take too long.
+# A chunk with this many queries follows as many keys. With certain unpublished masks and lengths, a Gaudi 3's fused
+# attention corrupts all head groups except the first (quirk A31). Comparing every query would take too long.
 _LONG_CHUNK = 1024
 _COMPARED_EACH = 61
-# Powers of two, with which the checks' keys are e4m3 numbers: one scale for all heads, or one per head.
+# One scale for all heads, or one per head. Since they are powers of two, e4m3 represents the checks' keys exactly.
 _KV_SCALE = torch.tensor(0.25)
 _KV_SCALES_BY_HEAD = torch.tensor([[0.25], [0.5]])
-# The smallest positive e4m3 number.
+# The smallest positive e4m3 value.
 _SMALLEST = 2.0**-9
-# This number and sums of 128 products in float32 are finite in every dtype.
+# This value is finite in every dtype, and a float32 sum of 128 products of such values is finite too.
 _HUGE = 3e4
-# For results of magnitude 1. Inputs are bit-identical; kernels round scores, weights, and results to the dtype.
+# Tolerances for results of magnitude 1. Inputs are bit-identical, but kernels round scores, weights, and results.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -165,7 +165,7 @@ def check_writes(subject: Subject) -> str:
 
 
 def check_fp8_kv(subject: Subject) -> str:
-    """Check that values of all magnitudes are stored as the nearest e4m3 number, or as the largest one."""
+    """Check that each value is stored as the nearest e4m3 value, or as the largest one if it exceeds the range."""
     weights = subject.backend.weights
     if weights.fp8_arithmetic is None:
         raise NotChecked("this device keeps KV in the model's dtype")
@@ -193,7 +193,7 @@ def _check_kv_by(subject: Subject, scale: torch.Tensor, arithmetic: Arithmetic, 
         flat = torch.tensor([(1, row, 0) for row in range(length)], dtype=torch.int32).T.contiguous()
     found["decodes"] = layer.attend(keys_SKD, list(range(length)), 1, table.expand(length, 1).contiguous(), flat)
     for what, found_SKD in found.items():
-        # Allow half of the smallest relative spacing between e4m3 numbers. A comparison with NaN is false.
+        # Allow half of the smallest relative spacing between e4m3 values. A comparison with NaN is false.
         wrong = ~((found_SKD - expected_SKD).abs() <= expected_SKD.abs() / 32)
         if not wrong.any():
             continue

@@ -1,4 +1,4 @@
-"""Checks that captured graphs produce the same results as the uncaptured functions, and are made only once."""
+"""Checks that captured graphs produce the same results as the uncaptured functions and are captured only once."""
 
 from __future__ import annotations
 

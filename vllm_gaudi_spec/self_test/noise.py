@@ -16,7 +16,7 @@ _ULPS = 2.0
 
 
 def check_hash(subject: Subject) -> str:
-    """Check all uses of the hash, with all of its shifts except the one in `exponential`."""
+    """Check the hash in all of its uses, including every shift except the one in `exponential`."""
     inputs = _hash_inputs()
     found, expected = subject.compute(self_test_hash, *inputs), self_test_hash(*inputs)
     names = "noise of tokens", "uniform noise", "keys of a block"
@@ -49,7 +49,7 @@ def self_test_hash(
 
 
 def check_noise(subject: Subject) -> str:
-    """Check noise against float64, especially the smallest variates, which are decisive in large vocabularies."""
+    """Check noise against float64, especially the smallest variates, which decide the argmax in large vocabularies."""
     hashed = _hashes()
     keys_B2, positions_BQ, _, tokens_V = _hash_inputs()
     # Gumbel noise is checked for the device's own bits, which `check_hash` verifies.

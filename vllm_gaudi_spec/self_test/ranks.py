@@ -16,7 +16,7 @@ _SHAPE = (4, 64)
 
 
 def check_collectives(subject: Subject) -> str:
-    """Check that collectives in graphs return the numbers that the ranks sent."""
+    """Check that collectives in graphs return the right results for what the ranks sent."""
     group = subject.group
     if group is None or group.world_size == 1:
         raise NotChecked("there is one rank")
@@ -42,5 +42,5 @@ def check_collectives(subject: Subject) -> str:
 
 
 def _rank_numbers(rank: int) -> torch.Tensor:
-    """Return float32 numbers that differ from the neighboring ranks'. Sums over 100 ranks are exact in bfloat16."""
+    """Return float32 values that differ from the neighboring ranks'. Sums over 100 ranks are exact in bfloat16."""
     return (torch.arange(_SHAPE[0] * _SHAPE[1]).view(_SHAPE) % 2 + rank % 2).float()

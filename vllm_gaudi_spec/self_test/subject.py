@@ -46,5 +46,5 @@ class Subject:
 
 
 def random(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return normally distributed numbers on the host, without using the process's random generator."""
+    """Return normally distributed values on the host, without using the process's random generator."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

@@ -112,7 +112,7 @@ def read_messages() -> Iterator[str]:
 
 
 def read_counts(server: Server) -> tuple[int, float | None]:
-    """Return the maximum number of drafts per step and all accepted drafts of the server, or 0 and None if unknown."""
+    """Return the maximum number of drafts per step and the server's accepted drafts, or 0 and None if unknown."""
     from vllm_gaudi_spec.tools.top import ACCEPTED, PER_POSITION, NotMetrics, Reading
 
     try:
@@ -214,7 +214,7 @@ class Conversation:
 
 
 class Screen:
-    """Prints a conversation, in color on a terminal and as plain answers elsewhere."""
+    """The printed conversation, in color on a terminal and as plain answers elsewhere."""
 
     def __init__(self, file: TextIO) -> None:
         from rich.console import Console

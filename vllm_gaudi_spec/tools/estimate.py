@@ -88,7 +88,7 @@ class Way:
 
     name: str
     blocks: int | None
-    """Number of blocks in a matrix product, or None to use `attention.flat.choose_group`."""
+    """Number of blocks in a matmul, or None to use `attention.flat.choose_group`."""
     score_bytes: int
     flattens: bool = False
     """Whether each query is a separate row, for which the KV is read again."""
@@ -122,7 +122,7 @@ def estimate_attention(card: Card, model: Model, way: Way, rows: int, context: i
     group = way.blocks or choose_group(num_blocks, rows)
     entries = (num_blocks + rows * (group - 1)) // group * repeats
     keys, heads, size = group * BLOCK, model.kv_heads / ranks, model.head_size
-    # A gather reads and writes keys and values, and the matrix products then read them.
+    # A gather reads and writes keys and values, and the matmuls then read them.
     kv_bytes = (3 if way.copies else 1) * 2 * entries * keys * heads * size * 2
     score_bytes = entries * keys * model.heads / ranks * (queries / repeats) * way.score_bytes
     vectors = score_bytes / min(card.bandwidth, card.tpcs * TPC_BYTES * card.clock)

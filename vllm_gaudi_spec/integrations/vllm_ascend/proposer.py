@@ -43,7 +43,7 @@ class AscendUniversalDraftProposer(AscendDraftModelProposer):
             )
 
     def _raise_if_vocab_size_mismatch(self) -> None:
-        """No-op: tokens are compared when the models are loaded, which fails if they have no tokens in common."""
+        """No-op: vocabularies are compared when the models are loaded, which fails if they share no tokens."""
 
     def load_model(self, model: torch.nn.Module) -> None:
         super().load_model(model)
@@ -67,7 +67,7 @@ class AscendUniversalDraftProposer(AscendDraftModelProposer):
         return self._read.to_drafter(tokens.clamp(0, self._last_target)).to(tokens.dtype)
 
     def _run_merged_draft(self, *args: Any, **named: Any) -> torch.Tensor:
-        # Logits are restricted to tokens in both vocabularies, as each step's best token is the drafter's next input.
+        # Restrict logits to tokens that both vocabularies share: each step's best token is the drafter's next input.
         drafts = super()._run_merged_draft(*args, **named)
         return self._target_U.index_select(0, drafts.flatten()).view(drafts.shape).to(drafts.dtype)
 

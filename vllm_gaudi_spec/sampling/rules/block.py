@@ -30,9 +30,9 @@ def accept_probs(
     # Sum max(w p - q, 0) at positions 0 to K - 1. Position 0 is unused, but avoids an empty tensor for K = 1.
     surplus_BK = (weights_BQ[:, :num_positions, None] * probs_BKV - draft_probs_BKV).clamp_(min=0).sum(-1)
     missing_BK = 1 - weights_BQ[:, :num_positions]
-    # This is 0 / 0 if p = q after a prefix of weight 1, but a longer prefix is certainly accepted then.
+    # If p = q after a prefix of weight 1, this is 0 / 0, but a longer prefix is then certain to be accepted.
     inner_BK = torch.where(surplus_BK > 0, surplus_BK / (surplus_BK + missing_BK), 0.0)
-    # h_i belongs to the prefix of i drafts, and uses position i, which follows that prefix.
+    # h_i belongs to the prefix of i drafts and uses position i, which follows that prefix.
     lengths_K = torch.arange(1, num_positions + 1, device=drafts_BK.device)
     whole_BK = lengths_K == num_drafts_B[:, None]
     shorter_BK = lengths_K < num_drafts_B[:, None]
@@ -50,7 +50,7 @@ def verify(
     keys_B2: torch.Tensor,
     positions_BQ: torch.Tensor,
 ) -> Verification:
-    """Accept the longest prefix of drafts whose draw succeeds, then sample from the target's residual.
+    """Accept the longest prefix of drafts whose acceptance draw succeeds, then sample from the target's residual.
 
     The arguments are the same as in `standard.verify`.
     """

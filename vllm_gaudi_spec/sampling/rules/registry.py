@@ -1,9 +1,9 @@
 """A device's versions of the sampling functions that process whole vocabularies.
 
-The functions in this folder are the reference. If they need too many launches or memory passes, a device replaces
-some of them by name with versions that take the same arguments and return the same tokens. Scores within 1e-4 of each
-other may swap ranks, and filters may differ within the tolerance stated in `sampling/filters.py`. For rows with NaN,
-a replacement only needs to return valid tokens.
+The functions in this folder are the reference. If they launch too many kernels or read memory too often, a device
+replaces some of them by name with versions that take the same arguments and return the same tokens. Scores within 1e-4
+of each other may swap ranks, and filters may differ within the tolerance stated in `sampling/filters.py`. For rows with
+NaN, a replacement only needs to return valid tokens.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def _modules_verify() -> dict[str, Callable[..., Verification]]:
 
 
 def _are_sound(logits_BV: torch.Tensor) -> torch.Tensor:
-    """Return whether each row contains neither NaN nor +inf, bool [B], in one memory pass.
+    """Return whether each row is sound, meaning that it contains neither NaN nor +inf, bool [B]. Reads logits once.
 
-    A row that contains only -inf is sound: it just masks all tokens.
+    A row that contains only -inf is sound: all of its tokens are masked.
     """
     return logits_BV.sum(-1) < torch.inf
 

@@ -1,6 +1,6 @@
-"""The synthetic rule, which accepts drafts at given rates, whatever the models output.
+"""The synthetic rule, which accepts drafts at given rates, regardless of what the models output.
 
-It is for benchmarks only, since the output follows neither model's distribution.
+Use this rule only for benchmarks, since the output follows neither model's distribution.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def accept_probs(rates_K: torch.Tensor) -> torch.Tensor:
-    """Return each draft's acceptance rate if all earlier ones were accepted, float32 [K]. `rates_K` never increase."""
+    """Return each draft's acceptance rate if all earlier ones were accepted, float32 [K]. `rates_K` never increases."""
     before_K = torch.cat((torch.ones_like(rates_K[:1]), rates_K[: rates_K.shape[0] - 1]))
     return torch.where(before_K > 0, rates_K / before_K, 0.0)
 

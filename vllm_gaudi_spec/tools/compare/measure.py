@@ -1,7 +1,7 @@
 """Measures speculation methods side by side, and compares their tokens with those of the baseline.
 
-On a busy machine, the difference between speeds measured minutes apart exceeds the speedup from drafting. A turn is
-therefore one pass over all prompts, in which each engine answers a batch while the others wait, in alternating order.
+On a busy machine, speeds measured minutes apart differ by more than the speedup from drafting. Engines therefore take
+turns: in each turn, every batch of prompts is answered by one engine after another, in alternating order.
 """
 
 from __future__ import annotations
@@ -371,7 +371,7 @@ def batches(num_prompts: int, batch_size: int) -> list[range]:
 
 
 def in_order(engines: Sequence[T], window: int) -> list[T]:
-    """Alternate the order, so that no engine is always first or always follows the same engine."""
+    """Alternate the order so that no engine is always first or always follows the same engine."""
     return list(engines) if window % 2 == 0 else list(reversed(engines))
 
 

@@ -121,12 +121,12 @@ def _read_end(path: Path) -> str:
         start = max(size - _MOST_OF_A_LOG, 0)
         file.seek(start)
         if start:
-            file.readline()  # the rest of a cut line may be a secret without the preceding name
+            file.readline()  # a line without its beginning may be a secret whose name is missing
         return file.read().decode(errors="replace")
 
 
 class Mask:
-    """Replaces secrets from this process's environment, and anything that looks like a secret."""
+    """A filter that masks secrets from this process's environment and anything that looks like a secret."""
 
     def __init__(self) -> None:
         host = socket.gethostname()

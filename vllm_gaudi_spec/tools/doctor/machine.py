@@ -18,7 +18,7 @@ from vllm_gaudi_spec.environment import DEVICE
 from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem, warning
 
 _SECONDS = 20
-# Devices whose drivers show cards.
+# Devices whose drivers create device files for cards.
 _CARDS = {name: device.title for name, device in device_table.DEVICES.items() if device.nodes}
 # Maps each tool to its arguments and a pattern for the driver version in its output. hl-smi also prints the network
 # driver's version, and npu-smi its own version.
@@ -126,7 +126,7 @@ _QUEUE_MIB = 240
 
 
 def check_host(root: Path = Path("/")) -> Iterator[Finding]:
-    """Check the host if a driver shows a Gaudi."""
+    """Check the host if there is a device file for a Gaudi."""
     if cards := [Path(card) for card in device_table.cards("hpu", root)]:
         yield _check_rights(cards)
         yield from _find_holders(cards, root)

@@ -19,7 +19,7 @@ from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem
 
 SECONDS = 300
-# As in `vllm serve`, the device follows the pair, since an emulated card affects which libraries are found later.
+# As in `vllm serve`, the device stage comes after the pair, since an emulated card affects which libraries are found.
 _STAGES = {
     "torch": "install torch's build for this machine again (`make setup`), or use the vendor's image",
     "vLLM": "install vLLM again (`make setup`), or use the vendor's image",

@@ -8,7 +8,7 @@ from typing import Any
 
 Event = tuple[str, str, str]
 Line = dict[str, Any]
-"""Its keys are count, what, and where."""
+"""A dictionary with the keys count, what, and where."""
 
 
 def find_emulated(report: dict[str, Any]) -> dict[str, Any] | None:
@@ -30,7 +30,7 @@ def _read_metric(report: dict[str, Any], name: str) -> int | None:
 
 
 class Meter:
-    """Collects the worker's reports, since the emulated card keeps a limited number of steps."""
+    """The worker's reports, collected repeatedly because the emulated card keeps a limited number of steps."""
 
     def __init__(self, first: dict[str, Any]) -> None:
         self.first = self.last = first
