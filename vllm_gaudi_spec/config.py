@@ -169,7 +169,7 @@ FP8_KV = "fp8_e4m3"
 REFERENCE, NATIVE = "reference", "native"
 GAUDI2, GAUDI3 = "gaudi2", "gaudi3"
 E4M3_MAX = {GAUDI2: 240.0, GAUDI3: 448.0}
-"""The largest e4m3 number on each Gaudi. Gaudi 2 reserves the highest exponent for infinities, as in IEEE 754."""
+"""The largest e4m3 value on each Gaudi. Gaudi 2 reserves the highest exponent for infinities, as in IEEE 754."""
 GAUDIS = tuple(E4M3_MAX)
 
 Check = tuple[str, Callable[[Any], bool]]
@@ -219,7 +219,7 @@ def _read_option(name: str, value: Any) -> Any:
 MAX_DRAFTS = 16
 """The maximum number of drafts for a request in one step."""
 
-# Maximum numbers per request. The first two equal the limits in vLLM's GPU sampler for logit_bias and bad_words.
+# Limits per request. The first two equal the limits in vLLM's GPU sampler for logit_bias and bad_words.
 MAX_LOGIT_EDITS = 1024
 """The number of biased tokens, bad-word spellings, and end tokens that min_tokens suppresses, counted together."""
 MAX_BAD_WORD_TOKENS = 1024
@@ -298,7 +298,7 @@ class Speculation:
 
     @property
     def needs_device(self) -> bool:
-        """Whether drafting rounds run on the device."""
+        """Whether drafting runs on the device."""
         return METHODS[self.method].on_device
 
     def longest(self, max_model_len: int) -> int:
@@ -391,7 +391,7 @@ def find_mask_token(spec_config: SpeculativeConfig) -> int | None:
 def count_mtp_layers(spec_config: SpeculativeConfig) -> int:
     """Return the number of MTP layers in a checkpoint, or 1 if it is not specified.
 
-    vLLM's `n_predict` does not include GLM-OCR's number, which is in the text model's configuration.
+    vLLM's `n_predict` does not cover GLM-OCR, whose number of layers is in the text model's configuration.
     """
     config = spec_config.draft_model_config.hf_config
     text_config = getattr(config, "text_config", None)

@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 def group_rows(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """Yield groups of eight, and then the remaining rows one by one.
+    """Yield groups of eight rows, then the remaining rows one by one.
 
     Two graphs are therefore enough to write any number of rows.
     """
@@ -90,7 +90,7 @@ class DeviceRows:
             self._write([self._max_rows] * size, [self._defaults] * size)
 
     def _write(self, rows: list[int], values: Sequence[tuple[np.ndarray | None, ...]]) -> None:
-        """Write rows, but upload nothing for tables in which every row has the default."""
+        """Write rows without uploading anything for tables in which every row has the default."""
         inputs = [self._upload(torch.tensor(rows))]
         tables = zip(self._defaults, self._default_NX[len(rows)], zip(*values, strict=True), strict=True)
         for default_X, default_NX, each in tables:

@@ -40,7 +40,7 @@ class Device(NamedTuple):
     computes_on_host: bool = False
     """Whether the device uses the host's memory and cores, like the CPU and emulated cards."""
     has_graph_check: bool = False
-    """Whether `graph-check` can count graphs that are made late."""
+    """Whether `graph-check` can count graphs that are compiled or captured after warm-up."""
 
 
 # The keys are the values of VGS_DEVICE. An entry is all that a device needs outside its folder. If there are several
@@ -83,7 +83,7 @@ REFUSING_PLATFORM = "vllm_gaudi_spec.platforms.refusing.Platform"
 
 
 def is_requested() -> bool:
-    """Whether the user named this platform instead of merely installing it."""
+    """Whether the user explicitly requested this platform instead of only installing it."""
     return environment.DEVICE.value is not None or PLUGIN in (environment.list_allowed_plugins() or ())
 
 
@@ -101,7 +101,7 @@ def choose_device() -> str | None:
 def has_card(device: str) -> bool:
     """Whether there is a card and its software.
 
-    This opens nothing and raises nothing, because vLLM calls it while vLLM is being imported.
+    This opens nothing and raises nothing, because it is called while vLLM is still being imported.
     """
     try:
         return missing_software(device) is None and bool(cards(device))

@@ -38,7 +38,7 @@ class Job(NamedTuple):
     num_tokens: int = 0
     """Number of tokens, compared with the option `warmup_tokens`."""
     is_common: bool = True
-    """False for branches other than the greedy one, which run only if warm-up has no limit."""
+    """False for jobs for sampling branches other than the greedy one, which run only if warm-up has no limit."""
 
 
 def report_sizes(shape: SampleShape, branch: Branch) -> tuple[Hashable, ...]:
@@ -69,17 +69,17 @@ class StepRecorder:
         self.coverage: Mapping[str, float] = {}
         """Fraction of the output covered by each vocabulary, set once when the drafter is loaded."""
         self.step_times: Mapping[int, Sequence[float]] = {}
-        """Seconds per decode for adaptive verification (`WorkerCounts`), set once at the end of warm-up."""
+        """Seconds per decode step for adaptive verification (`WorkerCounts`), set once at the end of warm-up."""
 
     def expect(self, signatures: Iterable[Hashable]) -> None:
-        """Add signatures that the configuration can reach, whether warm-up runs their jobs or only lists them."""
+        """Add signatures that the configuration can reach, including those whose jobs warm-up only lists."""
         self.manifest.update(signatures)
 
     def warm_up_done(self, num_host_syncs: int) -> None:
-        """Start counting steps. `num_host_syncs` is the number of earlier device-to-host syncs, which do not count."""
+        """Start counting steps. `num_host_syncs` is the number of earlier device-to-host syncs, which are excluded."""
         self.warmed, self._seen = self._seen, set()
         self._syncs_before = num_host_syncs
-        # Warm-up steps have counted the graphs that were compiled in warm-up.
+        # Reset the counter, which warm-up steps have increased for graphs compiled in warm-up.
         self._compiled = 0
 
     def saw(self, signature: Hashable) -> None:
@@ -97,7 +97,7 @@ class StepRecorder:
         self.num_steps += 1
 
     def count_prefill(self, num_tokens: int, num_computed: int) -> None:
-        """Count the real tokens in a rectangle of prompt chunks, and all tokens that the device computes."""
+        """Count the real tokens in a rectangle of prompt chunks and all tokens that the device computes for it."""
         self._num_prefill_tokens += num_tokens
         self._num_prefill_padding += num_computed - num_tokens
 

@@ -16,7 +16,7 @@ class Method:
     proposer: str
     """Module in `drafting/` and class name. The class has a class method `build`."""
     parallel_proposer: str = ""
-    """The same for `parallel_drafting`, if it uses a different class."""
+    """Module and class name for `parallel_drafting`, if it uses a different class."""
     about: str
     """Plain description of how it drafts."""
     on_device: bool

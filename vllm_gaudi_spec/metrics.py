@@ -18,7 +18,7 @@ IDENTICAL = "identical"
 TIE = "tie"
 DIFFERENT = "different"
 AUDIT_RESULTS = (IDENTICAL, TIE, DIFFERENT)
-# Reasons that a request selected for an audit is not audited.
+# Reasons why a request that was selected for an audit is not audited.
 BUSY = "busy"
 ABORTED = "aborted"
 RESET = "reset"

@@ -1,4 +1,4 @@
-"""A loaded model: hidden states for a rectangle of tokens, and logits for chosen rows."""
+"""A loaded model, which computes hidden states for a rectangle of tokens and logits for chosen rows."""
 
 from __future__ import annotations
 
@@ -391,10 +391,10 @@ class LoadedModel:
     def _merge_media(
         self, text_TH: torch.Tensor, rows_T: torch.Tensor
     ) -> tuple[torch.Tensor, IntermediateTensors | None]:
-        """Merge rows of the media store into the text embeddings. Also return the embeddings to add after first layers.
+        """Merge media-store rows into the text embeddings. Also return what to add after each of the first layers.
 
-        vLLM's classes instead merge with a boolean mask. The number of tokens that it selects is not static, as a graph
-        requires.
+        vLLM's classes instead merge with a boolean mask. Graphs cannot do that, because the number of tokens that a
+        mask selects is not static.
         """
         assert self.media_SW is not None
         is_media_T1 = (rows_T != NO_MEDIA).unsqueeze(1)

@@ -22,7 +22,7 @@ class DrafterStatus(NamedTuple):
     """Requests that are excluded from drafting."""
     is_off: bool
     num_faults: int
-    """The number of rounds with unusable drafts so far."""
+    """The number of drafting rounds with unusable drafts so far."""
 
 
 class AdaptiveStep(NamedTuple):

@@ -37,7 +37,7 @@ NO_ROW = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScores:
-    """Log-probabilities of consecutive prompt tokens, on their way to the host."""
+    """Log-probabilities of consecutive prompt tokens, which are being copied to the host."""
 
     wait: Callable[[], torch.Tensor]
     """Waits for the copy and returns it, as int32 [tokens, 2 * (1 + num_computed) + 1] with IDs, scores and ranks."""
@@ -68,7 +68,7 @@ class Request:
     pooling: PoolingParams | None = None
     """How to pool the prompt, or None if the request generates. If set, `params` is a placeholder."""
     media_end: int = 0
-    """Position after the last image, up to which only prompt chunks can compute. Set where steps are captured."""
+    """Position after the last image. Only prompt chunks can compute earlier positions. Set where steps are captured."""
 
     @property
     def num_prompt(self) -> int:
@@ -124,7 +124,7 @@ class Planned:
     ends: list[int]
     """Maximum number of KV tokens in each row after the step. For a decode, this includes the drafts that follow."""
     finishes: list[bool]
-    """Whether each row's request samples after this row. It does unless its prompt continues in a later step or row."""
+    """Whether each row's request samples after this row, which it does unless its prompt continues later."""
 
     @classmethod
     def make_padding(cls, shape: Shape) -> Planned:
@@ -155,8 +155,8 @@ class PositionList(NamedTuple):
 class SampleBatch:
     """The B rows that sample in a step, at up to Q positions each.
 
-    One pass samples all of them, whichever batch computed them. A row at the end of its prompt is treated as a
-    verification of zero drafts.
+    One sampling pass covers all of them, regardless of which batch computed them. A row at the end of its prompt is
+    treated as a verification of zero drafts.
     """
 
     requests: list[Request]
@@ -330,7 +330,7 @@ class StepResult:
     rows_B: torch.Tensor | None = None
     """int64: the sampling pass's rows, on the device."""
     packed: torch.Tensor | None = None
-    """float32: the report for a step without log-probabilities. It includes drafts only if the pass made them."""
+    """float32: the report for a step without log-probabilities. It includes any drafts that the sampling pass made."""
     prompt_logprobs: list[tuple[Request, list[PromptScores]]] = field(default_factory=list)
     unfinished: list[Request] = field(default_factory=list)
     started: list[Request] = field(default_factory=list)

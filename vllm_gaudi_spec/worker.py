@@ -263,7 +263,7 @@ class Worker(WorkerBase):
             self.profiler.stop()
 
     def step_report(self) -> dict[str, object]:
-        """Return step signatures, device-to-host syncs, and resources held by requests, for `collective_rpc`."""
+        """Return step signatures, device-to-host syncs, and the requests' resources. For use with `collective_rpc`."""
         return self.model_runner.step_report()
 
     def save_measurements(self) -> None:
@@ -299,7 +299,7 @@ class Worker(WorkerBase):
 
 
 def _shut_down_at_exit(reference: weakref.ref[Worker]) -> None:
-    """Shut down a worker whose engine runs in the caller's process, and make processes exit quickly.
+    """Shut down a worker whose engine runs in the caller's process and make processes exit quickly.
 
     Since this function is registered after the device's software is loaded, it runs before torch_npu's exit function
     destroys the process groups. After that, the worker could no longer leave them. vLLM kills child processes that take

@@ -14,7 +14,7 @@ from vllm_gaudi_spec.upstream.layers import MMEncoderAttention
 class MaskedEncoderAttention(MMEncoderAttention):
     """Attention with a mask that separates sequences.
 
-    vLLM's layer reads the ends of sequences on the host and splits tokens there. A captured graph would have to wait
+    vLLM's layer reads sequence boundaries on the host and splits tokens there. A captured graph would have to wait
     for that read, and its shapes would depend on the sequence lengths.
     """
 

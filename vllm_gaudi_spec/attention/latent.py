@@ -131,7 +131,7 @@ class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute the same as vLLM's forward, but never write to views: captured Gaudi graphs do not support that."""
+        """Compute the same as vLLM's `forward` without writing to views, which captured Gaudi graphs do not support."""
         index: Index | None = None
         latent_size = self.kv_lora_rank + self.qk_rope_head_dim
         if self.q_lora_rank is None:

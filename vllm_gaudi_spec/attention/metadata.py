@@ -91,7 +91,7 @@ class FlatBlocks:
     ids: torch.Tensor
     """int32 block IDs, entry by entry. Padding is block 0, including padding within an incomplete entry."""
     rows_N: torch.Tensor
-    """int32: the batch row that owns the entry. Padding has B, which is not a valid row."""
+    """int32: the batch row that owns the entry. Padding has index B, which is not a valid row."""
     index_N: torch.Tensor
     """int32: index of the entry's first block in its row's table. The first key is at position index * block_size."""
 
@@ -116,7 +116,7 @@ class Packed(NamedTuple):
 
     @classmethod
     def from_counts(cls, num_real_B: torch.Tensor, num_queries: int) -> Packed | None:
-        """Return the packing, or None if all tokens are real or none is, as in warm-up."""
+        """Return the packing, or None if all tokens are real or, as in warm-up, none are."""
         # These tensors are on the host, where summing a list is ten times faster than computing the index.
         if sum(num_real_B.tolist()) in (0, len(num_real_B) * num_queries):
             return None
@@ -191,7 +191,7 @@ class AttentionCall:
     host_lengths_B: torch.Tensor | None = None
     """int32 in host memory, for backends that need it: an upper bound on the number of keys visible to each row.
 
-    The exact numbers follow from `starts_B`.
+    The exact numbers can be computed from `starts_B`.
     """
     host_counts_B: torch.Tensor | None = None
     """int32 in host memory, for prompt chunks: number of queries in each row, for which `host_lengths_B` is exact.
@@ -399,7 +399,7 @@ def build_columns(
 ) -> list[Inputs]:
     """Build a rectangle as columns that run one after another, each with one query per row.
 
-    Token IDs are 0, and the caller fills them in. Data that the columns share is computed only once.
+    Token IDs are 0 until the caller fills them in. Data that the columns share is computed only once.
     """
     located = row_operations.locate_columns(starts_B, num_real_B, num_columns, blocks.tables, blocks.sizes)
     no_tokens_B = torch.zeros_like(starts_B, dtype=torch.int32)

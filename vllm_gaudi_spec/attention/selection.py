@@ -31,7 +31,7 @@ def score_keys(
     for all of them together would be the model's largest tensor.
     """
     num_heads, num_queries = query.shape[-3:-1]
-    # Compute in float32, because rounding could make different products equal.
+    # Compute in float32, because rounding could make different scores equal.
     query, keys = query.float(), keys[..., -spec.index_size :].float().transpose(-1, -2)
     total: torch.Tensor | None = None
     for first in range(0, num_heads, spec.num_heads):
@@ -47,7 +47,7 @@ def score_keys(
 def select(scores_BQK: torch.Tensor, number: int) -> torch.Tensor:
     """Return which keys have the `number` highest scores for each query, as bool.
 
-    Ties are resolved in favor of earlier keys. Ties are common because negative products count as zero, and the
+    Ties are resolved in favor of earlier keys. Ties are common because negative dot products count as zero, and the
     selection must not depend on how many keys follow.
     """
     last = scores_BQK.topk(number, dim=-1).values[..., -1:]

@@ -26,7 +26,7 @@ def split_kv(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def copy_blocks(kv_caches: dict[str, torch.Tensor], pairs: list[tuple[int, int]]) -> None:
-    """Copy the first block in each pair to the second, in every layer's cache."""
+    """Copy the first block in each pair to the second block in every layer's cache."""
     for kv_cache in kv_caches.values():
         for source, target in pairs:
             kv_cache[target] = kv_cache[source]

@@ -283,7 +283,7 @@ def gaudi_is_lazy() -> bool:
 def gaudi_has_lazy_mode() -> bool:
     """Whether the installed torch supports lazy mode.
 
-    The bridge refuses to load in lazy mode with stock torch, which it recognizes by the version (see release 1.24,
+    In lazy mode, the bridge refuses to load with stock torch, which it recognizes by version (see release 1.24,
     habana_frameworks/torch/__init__.py). Once torch has loaded the bridge, its mode cannot change.
     """
     if (bridge := sys.modules.get("habana_frameworks.torch.utils.internal")) is not None:
@@ -376,7 +376,7 @@ def kv_cache_space_gib() -> int | None:
     return int(value) if value else None
 
 
-# Not in the table above, since front ends set it for their engines, and users never do.
+# Not in the table above, since only front ends set it, for their engines.
 _START_FAILURE = "VGS_START_FAILURE"
 
 

@@ -21,7 +21,7 @@ class UntrustedCacheError(OSError):
 
 
 def make_folder(folder: Path) -> Path:
-    """Create a folder if it does not exist, and check it with `check_folder`."""
+    """Create a folder if it does not exist, then check it with `check_folder`."""
     folder.mkdir(mode=0o775, parents=True, exist_ok=True)
     check_folder(folder)
     return folder
@@ -66,7 +66,7 @@ def _open(path: Path) -> int:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, and create its folder if needed."""
+    """Write a file that only its owner can read. Create its folder if needed."""
     make_folder(path.parent)
     replace(path, content, stat.S_IRUSR | stat.S_IWUSR)
 

@@ -1,7 +1,7 @@
 """Loads adapters with vLLM's managers, after checking them before anything changes.
 
-vLLM checks an adapter's configuration and its module names. It would detect wrong matrix sizes only while copying the
-matrices into a slot, when the adapter is already registered, or never. Adapters are therefore checked here first.
+vLLM checks an adapter's configuration and module names. It would detect wrong matrix sizes only while copying them into
+a slot, after the adapter has been registered, or not at all. Adapters are therefore checked here first.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SlottedAdapters(LRUCacheLoRAModelManager):
         return newly
 
     def pin_adapter(self, lora_id: int) -> bool:
-        # If every slot were pinned, vLLM could evict no adapter and would fail at the next request for another one.
+        # If every slot were pinned, vLLM could not evict an adapter and would fail at the next request for another one.
         if len(self._active_adapters.pinned_items - {lora_id}) + 1 >= self.lora_slots:
             raise ValueError(f"Pinning adapter {lora_id} would leave no slot for others; raise --max-loras.")
         pinned: bool = super().pin_adapter(lora_id)
@@ -85,7 +85,7 @@ class SlottedAdapters(LRUCacheLoRAModelManager):
 
 
 class AdapterLoader(LRUCacheWorkerLoRAManager):
-    """Keeps adapters on the host, and loads those that a step needs into slots."""
+    """A loader that keeps adapters on the host and loads those that a step needs into slots."""
 
     _manager_cls = SlottedAdapters
 
@@ -102,7 +102,7 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
         }
 
     def load_into_slots(self, adapters: Iterable[LoRARequest]) -> dict[int, int]:
-        """Load adapters that are not yet in slots, and return all slots, keyed by adapter ID."""
+        """Load the adapters that are not yet in slots and return the slots of all adapters, keyed by adapter ID."""
         manager, adapters = self._adapter_manager, list(adapters)
         manager.make_room({request.lora_int_id for request in adapters})
         # Process loaded adapters first, so that loading the others does not evict them.

@@ -224,7 +224,7 @@ class SpecPlatform(Platform):
 
     @classmethod
     def is_sleep_mode_available(cls) -> bool:
-        # vLLM calls this only if sleep mode is enabled, and its own refusal does not name an option.
+        # vLLM calls this only if sleep mode is enabled. vLLM's own error message does not name an option.
         refuse_sleep(None, load_backend())
         return True
 

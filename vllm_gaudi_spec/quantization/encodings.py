@@ -18,7 +18,7 @@ Parts = Mapping[str, torch.Tensor]
 """Maps each tensor name suffix to the tensor."""
 Read = TypeVar("Read")
 Block = tuple[int, int]
-"""The numbers of rows and columns that share a scale; -1 means all."""
+"""How many rows and how many columns share a scale; -1 means all."""
 
 TENSOR, CHANNEL = (-1, -1), (1, -1)
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)

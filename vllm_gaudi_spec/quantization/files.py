@@ -6,10 +6,10 @@ With P as QUANT_CONFIG's `dump_stats_path` and W ranks, a run has these files fo
     P_hooks_maxabs_r_W_mod_list.json         the names of all measured modules
     P_hooks_maxabs_METHOD_r_W.json, .npz     the scales that `scale_method` METHOD derives from them
 
-The .json and .npz files hold the same values. INC reads the .npz, which contains a pickle. We read the .json, and only
-check that the .npz is complete and harmless, because unpickling a file runs the code in it. INC reads only `Nodes`. We
-add keys for information that it does not record: `Model` (a fingerprint), `Linears` (how weights are split among
-ranks), and, for scales, the `Device`.
+The .json and .npz files hold the same values. INC reads the .npz, which contains a pickle. We read the .json and only
+check that the .npz is complete and harmless, because unpickling a file runs the code in it. INC reads only the key
+`Nodes`. We add keys for information that INC does not record: `Model` (a fingerprint), `Linears` (how weights are split
+among ranks), and, for scales, the `Device`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm_gaudi_spec.quantization.pickles import list_foreign_calls
 MEASURED = "DynamicRange"
 SCALED = "Scale"
 _LOOKED_AT = "_mod_list.json"
-# The users who measure and serve a model may differ, so everyone can read the files, whatever the umask.
+# The users who measure and serve a model may differ, so everyone can read the files, regardless of the umask.
 _RIGHTS = 0o644
 _ARCHIVES = (b"PK\3\4", b"PK\5\6")
 """The first bytes of files that numpy reads as archives."""
@@ -216,7 +216,7 @@ def _check_inside_folder(path: Path) -> None:
 
 
 def _check_whole(path: Path) -> None:
-    """Check the zip archive's checksums, and that its pickles call nothing, because INC will unpickle them."""
+    """Check the zip archive's checksums, and check that its pickles make no calls, since INC will unpickle them."""
     try:
         with path.open("rb") as file:
             # zipfile locates an archive from its end, even after other data. numpy checks the beginning.

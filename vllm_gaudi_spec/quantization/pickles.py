@@ -1,7 +1,7 @@
 """Finds the calls that unpickling would make, without unpickling.
 
-Intel Neural Compressor (INC) keeps measurements and scales in .npz files with a pickled dictionary, and unpickles them
-on Gaudi. We never unpickle them, and we check files before INC reads them.
+Intel Neural Compressor (INC) keeps measurements and scales in .npz files with a pickled dictionary, which it unpickles
+on Gaudi. We never unpickle these files, and we check them before INC reads them.
 """
 
 from __future__ import annotations

@@ -181,8 +181,8 @@ def _later(tensor_BLCK: torch.Tensor, positions: int, first: float) -> torch.Ten
 def _invert_unit_triangular(strict_LL: torch.Tensor) -> torch.Tensor:
     """Invert I + a strictly lower triangular matrix [..., L, L], with L a power of two.
 
-    Diagonal blocks are inverted in pairs, which double in size. Powers of the matrix would need fewer products, but for
-    similar keys they grow like binomial coefficients, and float32 loses all digits.
+    Inverted diagonal blocks are merged in pairs, so block size doubles each time. Powers of the matrix would need fewer
+    matmuls, but for similar keys they grow like binomial coefficients, and float32 loses all digits.
     """
     blocks, belows = strict_LL.flatten(0, -3), []  # [M, size, size]
     while (half := blocks.shape[-1] // 2) > 0:

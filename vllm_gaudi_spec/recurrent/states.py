@@ -122,7 +122,7 @@ class LayerState:
 
 
 class RecurrentStates:
-    """The states of a model's layers, and the position that each row's states have reached."""
+    """The recurrent states of a model's layers, and the position in the text that each row's states have reached."""
 
     def __init__(
         self, layers: Sequence[tuple[str, LayerShape]], *, num_rows: int, num_pending: int, device: torch.device
@@ -132,7 +132,7 @@ class RecurrentStates:
         self.by_layer = {name: LayerState(shape, num_rows, num_pending, device) for name, shape in layers}
         self._num_pending = num_pending
         self._positions_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        """The number of tokens that each row's states have read."""
+        """The number of tokens that each row's states include."""
 
     def call(
         self,

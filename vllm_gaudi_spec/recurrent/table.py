@@ -1,4 +1,4 @@
-"""The supported architectures with recurrent layers, and the number of states kept for them."""
+"""The supported architectures with recurrent layers, and the number of recurrent states kept for them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SERVED = {
     "OlmoHybridForCausalLM": _DELTA_NET,
     "Zamba2ForCausalLM": _MAMBA_2,
 }
-"""Architectures that were compared with transformers as a whole, on the CPU.
+"""Architectures whose complete models were compared with transformers on the CPU.
 
 `DeviceTraits.recurrent_models` lists those that were compared in captured graphs.
 """
@@ -51,7 +51,7 @@ def num_pending(num_drafts: int) -> int:
 
 
 def describe_states(num_rows: int) -> str:
-    """Describe the states for messages about memory."""
+    """Describe the recurrent states for messages about memory."""
     return f"recurrent states of {num_rows} requests (--max-num-seqs)"
 
 
@@ -65,7 +65,7 @@ MB or more."""
 
 
 def num_snapshots(vllm_config: VllmConfig, requested: int | None) -> int:
-    """Return how many states are kept for the prefix cache, or 0 without one.
+    """Return how many recurrent states are kept for the prefix cache, or 0 without a prefix cache.
 
     `requested` is the `state_snapshots` option.
     """

@@ -73,7 +73,7 @@ def weightless_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
 
 
 def drafter_model_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
-    """Yield reasons to refuse a drafter that is a model, or its options."""
+    """Yield reasons to refuse a drafter that is a model, or to refuse its options."""
     num_ranks = spec_config.draft_parallel_config.tensor_parallel_size
     target_ranks = spec_config.target_parallel_config.tensor_parallel_size
     if num_ranks not in (1, target_ranks):

@@ -25,7 +25,7 @@ class Branch(NamedTuple):
     random: bool = False
     min_p: bool = False
     top_k: int = 0
-    """How many of the largest logits to list to cover every request's k, or the vocabulary size if no list does."""
+    """Length of the list of largest logits, which covers every request's k, or the vocabulary size if no list does."""
     top_p: int = 0
     """`IN_LIST` to apply top-p within that list, or `SEARCHED` to search the whole vocabulary."""
     edited: bool = False
@@ -80,7 +80,7 @@ class Branch(NamedTuple):
     def _extend(
         self, filters: tuple[int, int], *, edits: bool, reports: bool, logprob_counts: tuple[int, ...]
     ) -> Branch:
-        """Return a branch with these filters that enables all logit edits or none, and all reports or none."""
+        """Return a branch with these filters, with either all logit edits or none and either all reports or none."""
         top_k, top_p = filters
         return Branch(
             random=self.random,
@@ -97,7 +97,7 @@ class Branch(NamedTuple):
         )
 
     def merge(self, vocab_size: int, logprob_counts: tuple[int, ...], *, joint: bool = False) -> Branch:
-        """Return a branch that covers this one, from an even smaller set, small enough to compile every branch in it.
+        """Return a branch that covers this one, from an even smaller set, in which every branch can be compiled.
 
         Common features have their own branches: argmax, noise, a short list for top-k, and a search for top-p. All
         others share the `full` branches: logit edits, penalties, masks, log-probabilities, and larger values of top-k.
@@ -109,7 +109,7 @@ class Branch(NamedTuple):
         usual_length = usual_list_length(vocab_size)
         is_full = any(self._replace(random=False, min_p=False, top_k=0, top_p=0)) or self.top_k > usual_length
         top_k, top_p = self.top_k, self.top_p
-        # To limit the number of full branches, the ones that sample include all filters.
+        # To limit the number of full branches, those that sample always include all filters.
         has_few_full = joint or len(select_coarse_counts(logprob_counts)) > 1
         if is_full and (top_k or top_p or (self.random and has_few_full)):
             top_k, top_p = vocab_size, SEARCHED

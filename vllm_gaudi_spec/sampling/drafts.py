@@ -29,7 +29,7 @@ def draft(
     positions_B: torch.Tensor,
     starts_B: torch.Tensor,
 ) -> Drafted:
-    """Sample the token after `positions_B` from logits that already include temperature and filters.
+    """Sample the token after `positions_B` from logits to which temperature and filters have been applied.
 
     Rows with temperature 0 take their argmax.
 

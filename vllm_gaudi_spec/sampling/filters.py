@@ -138,7 +138,7 @@ class _SortedBlocks:
         self._pivots_NM = self._ends_NE.sort(dim=-1, descending=True).values[:, distance - 1 :: distance]
         # Fewer than `distance` segments end between two pivots, and at most one more segment per block begins there.
         self._num_between = min(distance + num_blocks, num_segments)
-        # In each block, find the segment that a pivot divides, and its tokens at or above the pivot.
+        # In each block, find the segment that a pivot divides and that segment's tokens at or above the pivot.
         num_whole_NGM = (ends_NGS[..., None] >= self._pivots_NM[:, None, None]).sum(2, dtype=torch.int32)
         self._segment_NGM = num_whole_NGM.clamp(max=segments_per_block - 1)
         first = torch.arange(0, num_rows * num_segments, segments_per_block, dtype=torch.int32, device=logits_NV.device)

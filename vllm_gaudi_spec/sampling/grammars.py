@@ -22,9 +22,9 @@ class Grammar(NamedTuple):
 
 
 def read_grammars(output: GrammarOutput, scheduled: SchedulerOutput) -> dict[str, Grammar]:
-    """Return the grammars for a step by request.
+    """Return the grammars for a step, keyed by request ID.
 
-    vLLM concatenates their masks. Each request has one row per scheduled draft token, plus one.
+    vLLM concatenates their masks. Each request has one mask per scheduled draft token, plus one.
     """
     grammars, begin = {}, 0
     for index, req_id in enumerate(output.structured_output_request_ids):
@@ -60,14 +60,14 @@ def _make_masks(batch: SampleBatch, grammars: dict[str, Grammar], mask_words: in
     mask = np.full((*row_BQ.shape, mask_words), -1, dtype=np.int32)
     for index, request in enumerate(batch.requests):
         if (grammar := grammars.get(request.req_id)) is not None:
-            # Because a new request is padded with drafts, its grammar may have more masks than the step has positions.
+            # vLLM may pad a new request with draft placeholders, which give it more masks than the step has positions.
             where = np.nonzero((row_BQ == index) & (query_BQ < len(grammar.mask_NW)))
             mask[where] = grammar.mask_NW[query_BQ[where], :mask_words]
     return mask
 
 
 def _get_bounds(batch: SampleBatch, grammars: dict[str, Grammar]) -> np.ndarray:
-    """Return how many drafts each row's grammar allows, and which rows have no grammar, as int32 [2, B]."""
+    """Return how many drafts each row's grammar allows and which rows have no grammar, as int32 [2, B]."""
     bounds = np.full((2, len(batch.rows_np)), batch.shape.queries - 1, dtype=np.int32)
     bounds[1] = 1
     for index, request in enumerate(batch.requests):

@@ -104,7 +104,7 @@ _SERIES_BELOW = 2.0**-6
 
 
 def neg_log1p_neg(unit: torch.Tensor) -> torch.Tensor:
-    """Return -log1p(-unit) for values in (0, 1), without taking logarithms of numbers near 1."""
+    """Return -log1p(-unit) for values in (0, 1), without taking logarithms of values near 1."""
     # Four terms suffice: the fifth is less than half a unit in the last place.
     series = unit * (unit * (unit * (unit * (1 / 4) + 1 / 3) + 1 / 2) + 1)
     far = unit.clamp(min=_SERIES_BELOW)

@@ -142,7 +142,7 @@ def _verify_without_probs(
 
 
 class Verifier:
-    """Verifies drafts and samples tokens for the rows that sample in a step."""
+    """The object that verifies drafts and samples tokens for the rows that sample in a step."""
 
     def __init__(
         self,

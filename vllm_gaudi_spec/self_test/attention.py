@@ -68,7 +68,7 @@ def check_prompts(subject: Subject) -> str:
     num_rows = min(2, max(subject.backend.traits.prefill_rows))
     for starts, real in (([block + 3, 5], [chunk - 5, 9]), ([0, 4 * block], [chunk, 1]), ([0, 0], [9, chunk])):
         _attend(subject, "prompt chunks", starts[:num_rows], real[:num_rows], chunk, decode=False)
-    # An NPU's compressed mask covers 2,048 queries and keys, whatever the lengths.
+    # An NPU's compressed mask covers 2,048 queries and keys, regardless of the lengths.
     starts, real = [2048 + block - 1, _WINDOW][:num_rows], [chunk - 1, chunk][:num_rows]
     form = _attend(subject, "long prompt chunks", starts, real, chunk, decode=False)
     lengths = [start + count for start, count in zip(starts, real, strict=True)]
@@ -91,9 +91,9 @@ def check_verify(subject: Subject) -> str:
 
 
 def check_replays(subject: Subject) -> str:
-    """Check that replays of one graph, over rows that gain blocks or restart, match graphs made for each step.
+    """Check that replays of one graph match graphs captured separately for each step.
 
-    On an NPU, graphs receive length bounds from the host.
+    Rows gain blocks or restart between replays. On an NPU, graphs receive length bounds from the host.
     """
     block = subject.backend.traits.block_size
     for queries in (1, _verify_queries(subject.backend)):
@@ -117,7 +117,7 @@ def check_writes(subject: Subject) -> str:
     """Write KV for real positions and padding together, then check each position separately.
 
     Each position's key is a unit vector that no other position in the row has, so a query for it returns exactly that
-    position's value. This method works with any cache layout, and detects wrong keys as well as wrong values.
+    position's value. This works with any cache layout and detects wrong keys as well as wrong values.
     """
     layer = _Layer(subject, num_blocks=4, num_heads=_KV_HEADS)
     block, queries = layer.spec.block_size, _verify_queries(subject.backend)
@@ -350,7 +350,7 @@ def _attend_long(subject: Subject, what: str, queries: int) -> str:
 
 
 class _Rows:
-    """Rows with given lengths, followed by a padding row. All slots outside the rows hold huge numbers."""
+    """Rows with given lengths, followed by a padding row. All slots outside the rows hold huge values."""
 
     def __init__(
         self,
@@ -408,7 +408,7 @@ class _Rows:
         return f"{'tables' if self._flat is None else 'lists'} of blocks"
 
     def hide(self, counts: list[int]) -> None:
-        """Make the first `counts` keys of the rows huge as well."""
+        """Also replace the first `counts` keys of each row with huge values."""
         for slots_L, count in zip(self._slots, counts, strict=True):
             hidden = slots_L[: max(count, 0)]
             self.keys_SKD[hidden], self.values_SKD[hidden] = self._huge_SKD[hidden], self._huge_values_SKD[hidden]
@@ -434,7 +434,7 @@ class _Rows:
         return query_BQHD, found.unflatten(0, (rows, queries))
 
     def check(self, what: str, starts: list[int], real: list[int], each: int = 1) -> None:
-        """Check rows with `real` queries after `starts` tokens. The rows' later slots are made huge.
+        """Check rows with `real` queries after `starts` tokens. Later slots in the rows get huge values.
 
         Args:
             each: Compare every n-th query in a row.

@@ -16,7 +16,7 @@ _SHAPE = (4, 64)
 
 
 def check_collectives(subject: Subject) -> str:
-    """Check that collectives in graphs return the right results for what the ranks sent."""
+    """Check that collectives in graphs return the expected results."""
     group = subject.group
     if group is None or group.world_size == 1:
         raise NotChecked("there is one rank")

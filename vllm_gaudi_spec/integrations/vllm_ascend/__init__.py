@@ -1,8 +1,8 @@
 """Method `universal_draft` in vllm-ascend, with vllm-ascend's platform, worker, and vLLM version.
 
-Nothing in this folder needs the vLLM version of our own platform. Both share `drafting/universal/`, `config.py`, and
-`environment/`. `versions.py` lists the supported releases, `patches.py` contains the patches to them, and `proposer.py`
-implements the drafter.
+Nothing in this folder needs the vLLM version of our own platform. The integration and the platform share
+`drafting/universal/`, `config.py`, and `environment/`. `versions.py` lists the supported releases, `patches.py`
+contains the patches to them, and `proposer.py` implements the drafter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The standard rule: rejection sampling with residual resampling (Leviathan et al., arXiv 2211.17192).
 
-The output follows the target's distribution, whatever distribution the drafts were sampled from.
+The output follows the target's distribution, regardless of the distribution from which the drafts were sampled.
 """
 
 from __future__ import annotations

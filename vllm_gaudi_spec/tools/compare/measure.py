@@ -1,4 +1,4 @@
-"""Measures speculation methods side by side, and compares their tokens with those of the baseline.
+"""Measures speculation methods side by side and compares their tokens with those of the baseline.
 
 On a busy machine, speeds measured minutes apart differ by more than the speedup from drafting. Engines therefore take
 turns: in each turn, every batch of prompts is answered by one engine after another, in alternating order.
@@ -123,7 +123,7 @@ class Run:
             setup.generate(self.llm, setup.prompts[: setup.batch_size], min(WARMUP_TOKENS, setup.osl))
 
     def take(self, turn: int, batch: range, more: Callable[[int], None]) -> None:
-        """Answer a batch of prompts, and store the answers if this is the first turn."""
+        """Answer a batch of prompts. Store the answers if this is the first turn."""
         assert self.llm is not None, "it was closed"
         prompts = [self.setup.prompts[i] for i in batch]
         started = time.perf_counter()
@@ -189,7 +189,7 @@ def profile_to(trace: Path | None) -> AbstractContextManager[Any]:
 
 
 def take_turns(runs: Sequence[Run], setup: Setup, log: Log, enough_s: float = math.inf) -> dict[str, Exception]:
-    """Run all turns of these engines, batch by batch, and return the errors of failed tasks. Other tasks continue.
+    """Run all turns of these engines, batch by batch. Return the errors of failed tasks, while other tasks continue.
 
     After the first two turns, no turn starts more than `enough_s` seconds after the first one started.
     """
@@ -305,7 +305,7 @@ class Answer:
         }
 
     def steps(self) -> list[tuple[int, int]]:
-        """Return each step's number of tokens and of accepted drafts.
+        """Return, for each step, the number of tokens and the number of accepted drafts.
 
         A step's last token is the target's own, unless the end of the answer cut it off. If the engine counted more
         drafts than these tokens account for, the additional drafts belong to the last step.

@@ -1,4 +1,4 @@
-"""The number of a model's layers with KV or recurrent state, and the size of their states, before layers are built."""
+"""Counts a model's layers with KV or recurrent state, and computes state sizes before the layers are built."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def num_layers_with_kv(model: ModelConfig, parallel: ParallelConfig) -> int:
 
 
 def state_bytes(vllm_config: VllmConfig, num_rows: int, num_pending: int) -> int:
-    """Return the size of the states of `num_rows` rows on one rank, or 0 for targets without recurrent layers."""
+    """Return the size of `num_rows` rows of recurrent state on one rank, or 0 for targets without recurrent layers."""
     model = vllm_config.model_config
     if not has_states(model):
         return 0
@@ -48,7 +48,7 @@ def _count(model: ModelConfig, parallel: ParallelConfig, kinds: tuple[str, ...])
 
 
 def _list_kimi_types(config: Any) -> list[str]:
-    """List the types of Kimi Linear's layers, whose numbers start at 1 in the configuration."""
+    """List the types of Kimi Linear's layers, which the configuration numbers from 1."""
     recurrent = config.linear_attn_config["kda_layers"]
     numbers = range(1, config.num_hidden_layers + 1)
     return ["linear_attention" if number in recurrent else "full_attention" for number in numbers]

@@ -148,7 +148,7 @@ def _check_rights(cards: list[Path]) -> Finding:
 
 
 def _find_holders(cards: list[Path], root: Path) -> Iterator[Finding]:
-    """Find processes that are using a card. Those of other containers and users may be invisible."""
+    """Find processes that are using a card. Processes of other containers and users may be invisible."""
     names = {f"/{card.relative_to(root)}": card.name for card in cards}
     for process in sorted((root / "proc").glob("[0-9]*"), key=lambda folder: int(folder.name)):
         try:

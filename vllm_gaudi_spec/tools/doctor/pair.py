@@ -175,7 +175,7 @@ _CPU_BYTES = {None: 6, FLOAT32: 4, FLOAT16: 2}
 
 
 def estimate_weights(vllm_config: VllmConfig, model: ModelConfig) -> int:
-    """Return the approximate number of bytes of weights on one rank, or 0 if there are no files."""
+    """Return the approximate size in bytes of the weights on one rank, or 0 if there are no files."""
     folder, width = find_model_folder(model.model), model.dtype.itemsize
     if load_backend().traits.takes_cpu_weights and width == 4:
         width = _CPU_BYTES[get_cpu_weights(vllm_config)]

@@ -1,4 +1,4 @@
-"""The figures in graph-check: counted from the worker's reports, compared with the limits, and printed."""
+"""Figures for graph-check, which are counted from the worker's reports, compared with limits, and printed."""
 
 from __future__ import annotations
 

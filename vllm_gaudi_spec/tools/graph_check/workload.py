@@ -65,7 +65,7 @@ class Limits:
 
 
 def make_mixed(count: int, seed: int, text: Sequence[int], limits: Limits) -> list[Item]:
-    """Return the mixed workload. `text` is TEXT in the model's vocabulary."""
+    """Return the mixed workload. `text` is TEXT as token IDs from the model's tokenizer."""
     rng = random.Random(seed)
     kinds = _draw_kinds(count, rng)
     arrivals = _draw_arrivals(count, rng, limits.max_num_seqs)

@@ -23,7 +23,7 @@ def add_shared(add: Callable[..., Any], name: str, **options: Any) -> None:
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Adds the default to the help text of each option that takes a value and does not already state its default."""
+    """A formatter that adds the default to an option's help if the option takes a value and its help has no default."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help or "", action.default

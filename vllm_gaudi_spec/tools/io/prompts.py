@@ -12,7 +12,7 @@ from typing import Any
 from vllm_gaudi_spec.config import in_one_line
 
 SOURCES = "a JSONL file, a text file with a prompt on each line, a folder of text files, or a Hugging Face data set"
-# The prompts are of many kinds, since any of them may cause a layer's largest value.
+# The prompts are of many kinds, since any kind may cause a layer's largest value.
 _BUILT_IN = Path(__file__).with_name("builtin_prompts.jsonl")
 _COLUMNS = ("prompt", "text", "question", "instruction", "content")
 _MAX_ROWS = 512
@@ -69,7 +69,7 @@ def _from_hub(name: str, rows: int) -> Iterator[str]:
     name, _, split = name.partition(":")
     try:
         yield from (_text_of(row) for row in islice(load_dataset(name, split=split or "train", streaming=True), rows))
-    except Exception as error:  # the package, its readers, and the network raise many types
+    except Exception as error:  # the package, its readers, and the network raise many exception types
         raise ValueError(f"prompts: data set {name}: {in_one_line(error)}") from None
 
 

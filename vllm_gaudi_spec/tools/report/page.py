@@ -1,6 +1,6 @@
 """The report page: the figures and texts of runs in one HTML file without scripts or external resources.
 
-Its content security policy forbids both. Texts come from models, so the template escapes them.
+The page's content security policy forbids both. Texts come from models, so the template escapes them.
 """
 
 from __future__ import annotations

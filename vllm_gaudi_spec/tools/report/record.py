@@ -34,7 +34,7 @@ def make(
     measurement: dict[str, Any],
     tasks: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """Make the record. `measurement` has the number of turns, and the reason if engines ran one by one, or None."""
+    """Make the record. `measurement` has the number of turns and the reason why engines ran one by one, if any."""
     found = {"python": platform.python_version(), "vllm": versions.installed_vllm()}
     found |= {name: versions.installed(name) for name in _PACKAGES}
     return {
