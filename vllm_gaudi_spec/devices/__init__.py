@@ -1,1 +1,1 @@
-"""Device implementations. Each has its own folder, which `device_table.py` names."""
+"""Device implementations, each in its own folder. `device_table.py` lists them."""

@@ -1,6 +1,6 @@
-"""The contract between the engine and a device.
+"""The interface between the engine and a device.
 
-Each device overrides the defaults that do not suit it. Code above `devices/` never asks which device it runs on.
+Each device overrides the defaults that do not apply to it. Code outside `devices/` never checks which device is used.
 """
 
 from __future__ import annotations
@@ -35,95 +35,95 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceTraits:
-    """Device properties that determine how the engine uses it."""
+    """Properties that determine how the engine uses a device."""
 
     name: str
     """The VGS_DEVICE value that selects this device."""
     mode: str
-    """How steps run: eager, lazy, compiled, or captured."""
+    """How steps are executed: eager, lazy, compiled, or captured."""
     torch_device: torch.device
     captures: bool = False
     """Whether warm-up has to capture a graph for every combination of shapes and branches in a step.
 
-    If it does, code keeps the number of branches small and passes numbers that change from step to step as tensors. If
-    it does not, shapes may depend on values, because reading a value does not wait, and models skip padding.
+    If so, code must keep the number of branches small and pass numbers that vary between steps as tensors. If not,
+    shapes may depend on tensor values, because reading a value does not block, and models skip padding.
     """
     updates_views: bool = True
     """Whether a graph may contain a layer that writes through a view (docs/contributing/quirks.md, L06)."""
     compiles: bool = False
-    """Whether capturing a graph compiles it, which takes seconds to minutes, so sampling passes should share graphs."""
+    """Whether capturing a graph compiles it. This takes seconds to minutes, so sampling passes should share graphs."""
     block_size: int = 128
     """Default number of tokens in a KV block."""
     flat_decode: bool = False
-    """Whether decodes read the blocks of all rows as one list, so that short rows do not pay for the longest one."""
+    """Whether decodes read all rows' KV blocks as one list, so that short rows are not padded to the longest one."""
     needs_host_lengths: bool = False
-    """Whether attention needs an upper bound on each row's number of keys on the host.
+    """Whether attention needs a host-side upper bound on the number of keys in each row.
 
-    If it does, attention functions receive `Blocks.lengths_B`, whose values do not affect graph selection.
+    If so, attention functions receive `Blocks.lengths_B`, whose values do not affect which graph is selected.
     """
     exact_context_width: bool = False
-    """Whether attention reads only the blocks that a row has, so that one table width serves every context length."""
+    """Whether attention reads only a row's own KV blocks, so that one block table width suits every context length."""
     prefill_rows: tuple[int, ...] = (1,)
     """Default numbers of equal-length prompt chunks that may share a step."""
     causal_first_chunks: bool = False
-    """Whether attention needs no mask for a prompt's first chunk. First chunks then have their own shapes."""
+    """Whether attention needs no mask for a prompt's first chunk. If so, first chunks have their own shapes."""
     smallest_prefill: int = 128
-    """The smallest prefill bucket; every prefill bucket is a multiple of this number of tokens."""
+    """The smallest prefill bucket in tokens. Every prefill bucket is a multiple of it."""
     slice_tokens: int = 0
-    """The length of the slices into which prompt chunks are cut (`vllm_gaudi_spec.slices`), or 0 to give each chunk its
-    own row."""
+    """The length in tokens of the slices into which prompt chunks are divided (`vllm_gaudi_spec.slices`), or 0 to keep
+    each chunk in a single row."""
     decode_step: int = 0
     """The minimum step between decode batch sizes, or 0 to use only powers of two."""
     decode_parts: int = 4
-    """The maximum number of steps from one power of two to the next."""
+    """The maximum number of steps between consecutive powers of two."""
     prefill_step: int = 0
-    """The minimum step between prefill buckets, for devices on which padding costs more than another shape, or 0 to use
-    only powers of two."""
+    """The minimum step between prefill buckets, or 0 to use only powers of two. Devices set it if padding costs more
+    than additional shapes."""
     shares_kv_caches: bool = False
     """Whether each layer's KV cache is a single tensor in vLLM's layout, which KV connectors can read and write."""
     selects_keys: bool = False
-    """Whether sparse attention, in which an indexer selects the keys, has been compared with another implementation."""
+    """Whether sparse attention, in which an indexer selects the keys, was validated against another implementation."""
     media_models: tuple[str, ...] = ()
-    """Model classes that were compared with transformers on images in captured graphs, if the device captures."""
+    """Model classes validated against transformers on images, in captured graphs if the device captures graphs."""
     recurrent_models: tuple[str, ...] = ()
-    """Architectures with recurrent layers that were compared in the same way."""
+    """Architectures with recurrent layers that were validated in the same way."""
     max_drafts: int = MAX_DRAFTS
     """The maximum number of drafts per row that the device's kernels can verify in one step."""
     takes_quant_config: bool = False
-    """Whether the device can measure and quantize models, through `Weights.loading` and `Weights.quantize`."""
+    """Whether the device can measure and quantize models through `Weights.loading` and `Weights.quantize`."""
     simulates_quantization: bool = False
-    """Whether QUANT_CONFIG is simulated instead of applied by Intel Neural Compressor."""
+    """Whether QUANT_CONFIG is simulated rather than applied by Intel Neural Compressor."""
     takes_cpu_weights: bool = False
     """Whether the `cpu_weights` option selects the weight format."""
     sleeps: bool = False
-    """Whether `Memory.release` is implemented, for which steps must access weights and KV only through tensors."""
+    """Whether `Memory.release` is implemented. Steps must then access weights and KV only through tensors."""
     updates_weights: bool = False
     """Whether an unquantized model's weights may be overwritten in place with new ones."""
     warmup_tokens: int = -1
-    """The maximum number of tokens in a shape that warm-up runs; -1 means no limit."""
+    """The maximum number of tokens in the shapes that warm-up runs, or -1 for no limit."""
 
 
 class Graphs:
-    """Runs functions. The default implementation runs them eagerly."""
+    """Wraps functions so that they run as graphs. The default implementation runs them eagerly."""
 
     def graph(self, function: Function) -> Function:
         """Wrap `function` to run as one graph per combination of tensor shapes and non-tensor arguments.
 
-        Arguments are tensors, numbers, strings, None, and tuples of these. The function must not wait for the device or
-        read a value. It must overwrite a non-argument tensor as a whole, not through a view, and such a tensor must
-        keep its identity and shape between calls. If the device captures, the next run of the same graph may overwrite
-        the result.
+        Arguments may be tensors, numbers, strings, None, and tuples of these. The function must not wait for the device
+        or read a tensor's value. A tensor that it modifies without receiving it as an argument must be overwritten as a
+        whole, not through a view, and must remain the same object with the same shape between calls. If the device
+        captures graphs, the next run of the same graph may overwrite the result.
         """
         return function
 
     def uncaptured(self) -> Graphs:
-        """Return graphs that run functions directly, because capturing a function that runs only once wastes time."""
+        """Return graphs that run functions directly. Capturing a function that runs only once would waste time."""
         graphs = Graphs()
         graphs.step_done = self.step_done  # type: ignore[method-assign]
         return graphs
 
     def compiling_only(self) -> AbstractContextManager[None]:
-        """Return a context in which warm-up compiles graphs without computing, if the device has such a mode."""
+        """Return a context in which warm-up compiles graphs without executing them, if the device has such a mode."""
         return nullcontext()
 
     def num_recipes(self) -> int:
@@ -134,7 +134,7 @@ class Graphs:
         """Mark the end of warm-up, after which nothing should be compiled."""
 
     def step_done(self) -> None:
-        """Signal that all work for a step has been issued. No-op: by default, work starts as soon as it is issued."""
+        """Signal that a step's work has all been issued. No-op by default, because work starts when it is issued."""
 
     def compiled_after_warmup(self) -> int:
         """Return the number of graphs compiled after warm-up, or 0 if the device does not count them."""
@@ -161,14 +161,14 @@ class Memory:
         return tensor
 
     def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start a copy to the host, and return a function that waits for it.
+        """Start a copy to the host and return a function that waits for it.
 
         This counts as one device-to-host sync. The next step may overwrite `tensor` before the function is called.
         """
         return partial(self.download, tensor)
 
     def synchronize(self) -> None:
-        """Wait for all issued work. No-op: by default, work is done when its call returns."""
+        """Wait for all issued work. No-op by default, because each call returns only after its work is done."""
 
     def free_bytes(self) -> int | None:
         """Return the card's free memory in bytes, or None if the device uses the host's memory."""
@@ -189,7 +189,7 @@ class Memory:
         return None
 
     def available_memory(self, utilization: float, num_ranks: int) -> int:
-        """Return how many bytes each of the host's `num_ranks` processes may use for KV."""
+        """Return the number of bytes that each of the host's `num_ranks` processes may use for KV."""
         raise NotImplementedError
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
@@ -197,20 +197,20 @@ class Memory:
         raise NotImplementedError
 
     def release(self, tensors: Iterable[torch.Tensor], *, keep: bool) -> Callable[[], None]:
-        """Free the device memory that the tensors occupy, and return a function that restores it.
+        """Free the device memory that the tensors occupy and return a function that restores it.
 
-        Restoring brings back the tensors' contents if `keep` is set and fills the tensors with zeros otherwise. Only
-        devices with the `sleeps` trait implement this method.
+        The returned function restores the tensors' contents if `keep` is set and fills the tensors with zeros
+        otherwise. Only devices with the `sleeps` trait implement this method.
         """
         raise NotImplementedError
 
     def make_block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
-        """Return a function that copies KV blocks, given (source, target) pairs, in all caches from `allocate_kv`."""
+        """Return a function that takes (source, target) pairs and copies these KV blocks in all of the `kv_caches`."""
         raise NotImplementedError
 
 
 class Attention:
-    """Attention over the KV caches from `Memory.allocate_kv`. T tokens, H query heads, K KV heads, D head size."""
+    """Attention over the KV caches from `Memory.allocate_kv`. T: tokens, H: query heads, K: KV heads, D: head size."""
 
     def kv_shape(self, kv_cache: Any) -> KVShape:
         raise NotImplementedError
@@ -220,11 +220,11 @@ class Attention:
         return True
 
     def reads_slices(self, spec: AttentionLayerSpec) -> bool:
-        """Whether several rows in a call may belong to one request, at roughly the cost of a single row."""
+        """Whether a call can split a request across several rows at roughly the cost of a single row."""
         return True
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replace non-finite keys or values before `write_kv`. If the write kernel does so, return them unchanged."""
+        """Replace non-finite keys or values before `write_kv`, or return them unchanged if the write kernel does so."""
         return finite(tensor)
 
     def write_kv(
@@ -237,18 +237,18 @@ class Attention:
     ) -> None:
         """Store finite keys and values in their slots.
 
-        `value_TKD` is None if the values are part of the keys. Only padding slots may occur twice. If
-        `spec.layer_operations` is set, the implementation has to call `spec.operations`.
+        `value_TKD` is None if the values are part of the keys. Only padding slots may occur more than once. If
+        `spec.layer_operations` is set, the implementation must call `spec.operations`.
         """
         raise NotImplementedError
 
     def attend(
         self, query_THD: torch.Tensor, kv_cache: Any, call: AttentionCall, spec: AttentionLayerSpec
     ) -> torch.Tensor:
-        """Attend causally with Q queries per row over the row's blocks, reading each block once.
+        """Compute causal attention for Q queries per row over the row's KV blocks, reading each block once.
 
         Returns a new tensor [T, H, output size], because a captured graph on Gaudi must not write through a view or
-        into a given buffer.
+        into a buffer passed by the caller.
         """
         raise NotImplementedError
 
@@ -259,17 +259,18 @@ class Weights:
     device_name = "this device"
     """The device's name in messages."""
     fp8_arithmetic: Callable[[float], Arithmetic] | None = None
-    """Creates the e4m3 arithmetic for a given largest number; None if the device does not store KV in FP8."""
+    """Creates the e4m3 arithmetic for a given maximum value. None if the device does not store KV in FP8."""
     fp8_logits: Callable[[float], Arithmetic] | None = None
-    """Creates the arithmetic for a drafter's logits in the same way; None if FP8 products are not faster."""
+    """Creates the arithmetic for a drafter's logits in the same way. None if FP8 matmuls are not faster."""
     multiplies_fp8 = False
-    """Whether FP8 products are faster than float products, so linear layers in FP8 checkpoints should stay in FP8."""
+    """Whether FP8 matmuls are faster than higher-precision ones, so that linear layers in FP8 checkpoints should stay
+    in FP8."""
     converts_uint4 = False
     """Whether the device has a `from_uint4` operator, so that linear layers can keep 4-bit integers."""
 
     @property
     def fp8_range(self) -> str | None:
-        """Return the card whose e4m3 range applies, gaudi2 or gaudi3, or None to let the user choose."""
+        """Return the card whose e4m3 range applies (gaudi2 or gaudi3), or None to let the user choose."""
         return None
 
     def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
@@ -277,7 +278,7 @@ class Weights:
         raise NotImplementedError("refused at start-up")
 
     def quantize(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measuring | None:
-        """Measure or quantize a loaded model, before `prepare_model`. Return the measurement if this run measures."""
+        """Measure or quantize a loaded model before `prepare_model` is called. Return the measurement, if any."""
         raise NotImplementedError("refused at start-up")
 
     def from_uint4(self, words: Words, dtype: torch.dtype) -> torch.Tensor:
@@ -292,12 +293,12 @@ class Weights:
         return f"for which there are no kernels yet on {self.device_name}"
 
     def refresh(self, model: nn.Module, *, dropped: bool = False) -> None:
-        """Rebuild data derived from weights after an update, where vLLM's loader does not, or free it if `dropped` is
+        """Rebuild weight-derived data that vLLM's loader does not rebuild after an update, or free it if `dropped` is
         set."""
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Move loaded weights to the device, in the layout that it needs. No-op: by default, loading already puts them
-        there."""
+        """Move loaded weights to the device in the layout that it needs. No-op by default, because loading already does
+        this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,8 @@
-"""The NPU's fused attention over paged KV, for prompt chunks, decodes, and verify steps.
+"""The NPU's fused attention over paged KV for prompt chunks, decodes, and verify steps.
 
 The host knows all prompt chunk lengths, so prompt chunks use the TND layout with exact lengths and one small mask,
-causal or windowed. Decode lengths are known only after the previous step. For decodes, a mask computed on the device
-determines which keys a query attends to, and the host provides upper bounds on the number of keys to read.
+either causal or windowed. Decode lengths are known only after the previous step. For decodes, a mask computed on the
+device determines which keys a query attends to, and the host provides upper bounds on the number of keys to read.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _MAX_GROUP = 64
 _MAX_HEADS = 256
 _MAX_KV_WIDTH = 65535
 _MAX_KEYS_OF_ONE_QUERY = 262_144
-# This applies to TND. vllm-ascend excludes 512 on these cards; `compresses_masks` tests other sizes.
+# This limit applies to TND. vllm-ascend excludes size 512 on these cards; `compresses_masks` tests other sizes.
 _MAX_COMPRESSED_HEAD_SIZE = 256
 _COMPRESSED_MASK = 2048
 _CAUSAL, _WINDOW = 3, 4
-"""Values of `sparse_mode`. Both modes align the end of a row's queries with the end of its keys."""
+"""Values of `sparse_mode`. In both modes, the last query in a row is aligned with the row's last key."""
 _EVERYTHING = 2**31 - 1
 # Part of the error message for a call that CANN does not support.
 _REFUSED = "aclnnFusedInferAttentionScore"
-# Sets the result to zero for queries without visible keys, which only padding after a window or a bound can have.
+# Sets the result to zero for queries without visible keys. Only padding beyond a window or a bound can have none.
 _CORRECTS_EMPTY_ROWS = 2
-# vllm-ascend uses this value with compressed masks. Another value would send grouped heads of 64, 128, and 192 to a
-# different kernel (CANN 9.1.0, CheckSpecConditions in fused_infer_attention_score_tiling_v3.cpp).
+# vllm-ascend uses this value with compressed masks. Another value would select a different kernel for grouped heads of
+# size 64, 128, or 192 (CANN 9.1.0, CheckSpecConditions in fused_infer_attention_score_tiling_v3.cpp).
 _AS_OTHERS = 0
 
 
@@ -45,7 +45,7 @@ class Bounds:
     """Upper bounds on the number of keys in decode rows."""
 
     lengths_B: torch.Tensor
-    """The graph argument, on the host."""
+    """The graph argument, which is on the host."""
     rows: slice
     step: int
     """Bounds are rounded up to multiples of this number, so that most steps need no update."""
@@ -65,13 +65,13 @@ class ChunkLengths:
     """Query and key counts for prompt chunks.
 
     Each chunk is followed by a row for its padding, because every query in a call must belong to a row. The padding row
-    has a single key, like the row that vllm-ascend adds (attention_v1.py at 182b75ea84): the documentation requires as
-    many keys as queries, but that many keys might need too many blocks.
+    has a single key, like the row that vllm-ascend adds (attention_v1.py at 182b75ea84). The documentation requires as
+    many keys as queries, but that many keys might need too many KV blocks.
     """
 
     lengths_B: torch.Tensor
     counts_B: torch.Tensor
-    """The graph arguments, on the host."""
+    """The graph arguments, which are on the host."""
     rows: slice
     num_queries: int
     """The number of queries per row, including padding."""
@@ -111,7 +111,7 @@ def takes(spec: AttentionLayerSpec, num_queries: int, num_keys: int, dtypes: fro
     """Whether the operation supports this layer over block tables that cover `num_keys` keys.
 
     It does not support latent keys, which double as values. Only its second version accepts sinks (`learnable_sink`),
-    in another layout.
+    and in a different layout.
     """
     return (
         spec.dtype in dtypes
@@ -162,7 +162,7 @@ def attend(
     adds_up_blocks: bool,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend using the fused operation.
+    """Compute attention with the fused operation.
 
     `adds_up_blocks` is the result of the function with that name. `mask` is the compressed mask, for calls that support
     it.
@@ -209,8 +209,8 @@ def _split_under_dense_mask(
             input_layout="BSND",
             inner_precise=_CORRECTS_EMPTY_ROWS if call.num_queries > 1 else 0,
             sparse_mode=0,
-            # Let the mask alone decide. With the defaults, keys after the first 512 would not be read (still an open
-            # issue).
+            # Let the mask alone determine the visible keys. With the defaults, keys after the first 512 would not be
+            # read (still an open issue).
             pre_tokens=_EVERYTHING,
             next_tokens=_EVERYTHING,
         )
@@ -261,16 +261,16 @@ def _make_chunk_lengths(
 def _split_rows(
     call: AttentionCall, spec: AttentionLayerSpec, num_blocks: int, adds_up_blocks: bool, of_padding: int
 ) -> tuple[int, list[slice]]:
-    """Return the maximum number of keys per row, and the rows for each run of the operation.
+    """Return the maximum number of keys per row and the rows for each run of the operation.
 
-    With `adds_up_blocks`, each run has few enough rows to stay within the number of blocks, counting `of_padding`
-    additional blocks for each row.
+    If `adds_up_blocks` is set, the rows of a run together have at most as many KV blocks as the cache, counting
+    `of_padding` additional blocks for each row.
     """
     width = call.block_table_BW.shape[1]
     longest = width * spec.block_size
     at_once = call.num_rows
     if adds_up_blocks:
-        # No row has more keys than all blocks combined.
+        # A row cannot have more keys than the cache's blocks hold.
         longest = min(longest, (num_blocks - of_padding) * spec.block_size)
         at_once = min(at_once, max(num_blocks // (width + of_padding), 1))
     starts = range(0, call.num_rows, at_once)
@@ -283,8 +283,8 @@ def adds_up_blocks(
     """Whether the operation rejects rows whose combined block count exceeds the number of blocks in the cache.
 
     Rows that share a prefix may exceed it. According to the documentation, the operation rejects such rows. CANN 8.5.0
-    checks this in one kernel, for several queries per row and some head sizes; the sources of 9.0.0 and 9.1.0 do not.
-    Therefore, each form is tested on the card, with two rows that share a block. `mask` is the compressed mask.
+    checks this in one kernel, for several queries per row and some head sizes. The sources of 9.0.0 and 9.1.0 do not.
+    Therefore, test each form on the card with two rows that share a block. `mask` is the compressed mask.
     """
     query = torch.zeros(2, num_queries, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
     form: dict[str, Any] = dict(input_layout="BSND", pre_tokens=_EVERYTHING, next_tokens=_EVERYTHING)
@@ -303,10 +303,10 @@ def adds_up_blocks(
 def compresses_masks(torch_npu: Any, device: torch.device, spec: AttentionLayerSpec, mask: torch.Tensor) -> bool:
     """Whether the operation supports prompt chunks for this kind of layer in the form used here.
 
-    Its documentation lists head sizes 128 and 192. CANN 9.1.0 supports all up to 256. In 8.5.0, support depends on the
-    kernel that heads, groups, window, and blocks select; one kernel supports only bfloat16 and rejects rows with more
-    queries than keys, such as padding (CheckSpecConditions, CheckInputShapeWhenLayoutIsTND). Cards rejected sizes 256
-    and 96 (vllm-ascend#9632, its MiniCPM3 page). Therefore, the card is tested with a one-query chunk and its padding.
+    The documentation lists head sizes 128 and 192. CANN 9.1.0 supports all sizes up to 256. In 8.5.0, support depends
+    on the kernel selected by heads, groups, window, and blocks. One kernel supports only bfloat16 and rejects rows with
+    more queries than keys, such as padding (CheckSpecConditions, CheckInputShapeWhenLayoutIsTND). Cards rejected sizes
+    256 and 96 (vllm-ascend#9632, its MiniCPM3 page). Therefore, test the card with a one-query chunk and its padding.
     """
     query = torch.zeros(4, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
     keys = torch.zeros(2, spec.block_size, spec.num_kv_heads * spec.head_size, dtype=spec.dtype, device=device)

@@ -1,6 +1,6 @@
-"""Ascend NPUs: steps run as NPU graphs, using torch_npu.
+"""The backend for Ascend NPUs. Steps run as NPU graphs through torch_npu.
 
-This backend has not run on an NPU so far. The emulated device in `card_emulator/` runs this file unchanged.
+This backend has not yet run on a real NPU. The emulated device in `card_emulator/` runs this file unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = init_logger(__name__)
 
 _BLOCK_SIZE = 128
 FUSED_DTYPES = frozenset({torch.float16, torch.bfloat16})
-"""Dtypes that the fused attention and the KV writes support. Plain torch handles all other dtypes."""
+"""Dtypes that fused attention and KV writes support. Plain torch handles all other dtypes."""
 
 
 class Card(NamedTuple):
@@ -69,9 +69,9 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 class AscendMemory(StreamMemory):
     measures_peak = True
     _measure_cann: int | None = None
-    """Memory that torch_npu did not account for before the first measured run."""
+    """Memory that was in use but not accounted for by torch_npu before the first measured run."""
     _fault: RuntimeError | None = None
-    """The error that ended a download: torch_npu raises it once, and accepts no work afterwards."""
+    """The error that ended a download. torch_npu raises it only once and accepts no work afterwards."""
 
     def _host_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         self._refuse_after_a_fault()
@@ -91,8 +91,8 @@ class AscendMemory(StreamMemory):
             raise RuntimeError(f"the NPU failed earlier: {in_one_line(self._fault)}") from self._fault
 
     def measure_peak(self, run: Callable[[], object]) -> int:
-        # Operator workspaces and CANN's own memory appear only in the card's free memory. CANN keeps them, so memory
-        # taken in one run adds to the memory that tensors need in the next.
+        # Operator workspaces and CANN's own memory show up only in the card's free memory. CANN keeps them, so memory
+        # that it takes in one run adds to the memory that tensors need in the next.
         self.synchronize()
         self._runtime.empty_cache()
         if self._measure_cann is None:
@@ -160,13 +160,13 @@ class AscendAttention(PairAttention):
 
     @cached_property
     def _compressed_mask(self) -> torch.Tensor | None:
-        """Return the compressed mask, created in an eager run and shared by all graphs; None to use dense masks."""
+        """Return the compressed mask, created in an eager run for all graphs to share, or None to use dense masks."""
         if not environment.compresses_prompt_masks():
             return None
         return ascend_attention.compressed_mask(self._torch_device)
 
     def _choose_prompt_mask(self, spec: AttentionLayerSpec) -> torch.Tensor | None:
-        """Return the prompt chunk mask, or None for dense masks. An eager run tests the card, as below."""
+        """Return the prompt chunk mask, or None for dense masks. An eager run tests the card for support."""
         mask = self._compressed_mask
         if mask is None:
             return None
@@ -185,7 +185,7 @@ class AscendAttention(PairAttention):
         return mask if self._compresses[form] else None
 
     def _adds_up_blocks(self, spec: AttentionLayerSpec, num_queries: int, mask: torch.Tensor | None) -> bool:
-        """Test the card in an eager run, which precedes each capture. One query per row counts as a separate form."""
+        """Test the card in the eager run that precedes each capture. Rows with one query are tested separately."""
         queries = min(num_queries, 2)
         form = *_make_form_key(spec), queries, mask is not None
         if form not in self._adds_up:
@@ -220,7 +220,7 @@ class AscendAttention(PairAttention):
             num_slots = keys.shape[0] * keys.shape[1]
             parts = (tensor.split(num_slots) for tensor in (key_TKD.contiguous(), value_TKD.contiguous(), slots_T))
             for key, value, slots in zip(*parts, strict=True):
-                # "Norm" is this layout, which some builds do not use by default.
+                # Select this layout explicitly, because some builds do not use it by default.
                 self._scatter_kv(key, value, keys, values, slots, cache_mode="Norm")
 
     def attend(
@@ -243,7 +243,7 @@ def make_backend(
     weights_class: type[AscendWeights] = AscendWeights,
     fused_dtypes: frozenset[torch.dtype] = FUSED_DTYPES,
 ) -> DeviceBackend:
-    """Import torch_npu without opening the card, because vLLM's front end also creates a backend."""
+    """Create the backend without opening the card, because vLLM's front end also creates one."""
     torch_npu = usable_torch_npu()
     # A device without an index is the process's only card (`Platform.set_device`).
     device = torch.device("npu")

@@ -23,7 +23,7 @@ _OLDEST = (2, 13)
 
 
 def refusal(version: str, variables: Mapping[str, str], torch_version: str) -> str | None:
-    """Return in one line why serving is impossible: torch_npu itself raises only once graphs are captured."""
+    """Return a one-line reason why serving is impossible, or None. torch_npu itself fails only during graph capture."""
     if Version(version).release[:2] < _OLDEST:
         return (
             f"torch_npu {version} is installed; device ascend needs 2.13 or newer beside vLLM's torch: "
@@ -48,15 +48,15 @@ def refusal(version: str, variables: Mapping[str, str], torch_version: str) -> s
     return None
 
 
-# torch_npu's card numbers (NpuVariables.h): cards from 220 on have bfloat16; 240 and up are the 310B.
+# torch_npu's card numbers (NpuVariables.h): cards from 220 on support bfloat16, and 240 and above are the 310B.
 _FIRST_SERVED = 220
 _NOT_SERVED = range(240, 250)
 
 
 def refuse_other_cards() -> None:
-    """Reject older cards and 310s, which lack fused attention over blocks or KV writes.
+    """Reject older cards and 310s, which lack KV-write kernels or fused attention over KV blocks.
 
-    They would fail after the weights are loaded. The card must be open.
+    Otherwise, they would fail after the weights are loaded. The card must already be open.
     """
     npu = torch_npu().npu
     number = npu.get_soc_version()

@@ -15,10 +15,11 @@ import torch
 
 _MARK = 0xA5
 _MARKED_BYTES = 64
-"""A copy is made as a whole or not at all. No token, count, or flag has these bytes, nor do 16 numbers in a row."""
+"""The number of bytes to mark. Copies are never partial, and no token, count, flag, or run of 16 numbers has these
+bytes."""
 _TIMEOUT_S = 10.0
 _POLL_S = 2e-5
-"""Linux sleeps for 60 to 100 microseconds."""
+"""The polling interval. In practice, Linux sleeps for 60 to 100 microseconds."""
 
 _DROPPED = (
     "torch_npu dropped a copy to the host: an operator failed before it, whose error is further up in the log. The "
@@ -27,18 +28,18 @@ _DROPPED = (
 
 
 def mark(host: torch.Tensor) -> torch.Tensor:
-    """Mark a buffer as not yet written: reused pinned memory would otherwise show an older step's tokens."""
+    """Mark a buffer as not yet written, because reused pinned memory would otherwise show an older step's tokens."""
     _first_bytes(host).fill_(_MARK)
     return host
 
 
 def wait_for(done: Any, host: torch.Tensor, runtime: Any) -> None:
     """Wait for `done`, which was recorded after the copy to `host`."""
-    # Poll, because a waiting call may never return.
+    # Poll, because a blocking wait may never return.
     deadline = time.monotonic() + _TIMEOUT_S
     while not done.query():
         if time.monotonic() > deadline:
-            # After this, the event has completed or never will.
+            # After this, the event either has completed or never will.
             runtime.synchronize()
             if not done.query():
                 raise RuntimeError(_DROPPED)

@@ -8,7 +8,7 @@ import torch
 
 from vllm_gaudi_spec.devices.common.emulated import EmulatedGraphs, EmulatedMemory, EmulatedWeights, install_npu
 
-# This must precede the backend import. The platform, if there is one, has already done it.
+# This must precede the backend import. If there is a platform, it has already called this.
 install_npu()
 
 from vllm_gaudi_spec.devices.ascend import backend as ascend  # noqa: E402
@@ -17,7 +17,7 @@ from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs  # noqa: E
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
-# Float32 allows a number-by-number comparison between the fused attention and other devices.
+# Float32 allows comparing fused attention element by element with other devices.
 _FUSED_DTYPES = ascend.FUSED_DTYPES | {torch.float32}
 
 

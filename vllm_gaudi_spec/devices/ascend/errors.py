@@ -9,7 +9,7 @@ _NO_ROOM_FOR_GRAPHS = (
     "alloc sq cq fail",
     "resource alloc fail stream wait event failed",
 )
-"""Lowercase messages in which CANN and drivers report that graphs hold all of a card's streams, queues, or events."""
+"""Lowercase error messages from CANN and the drivers when graphs hold all of a card's streams, queues, or events."""
 
 
 def has_no_room(message: str) -> bool:

@@ -1,4 +1,4 @@
-"""The NPU's grouped product for mixtures of experts."""
+"""The NPU's grouped matmul for mixture-of-experts layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from vllm_gaudi_spec.devices.common.experts import Call, Fused, grouped
 from vllm_gaudi_spec.devices.common.layers import find_kernel
 
-# The maximum number of groups for a single tensor of matrices. Some CANN pages say 128, which applies to lists of
+# The maximum number of groups if all matrices are in one tensor. Some CANN pages say 128, which applies to lists of
 # matrices (op-plugin 517f2e7d, npu_grouped_matmul; aclnn_grouped_matmul.cpp in CANN 8.5, CheckGroupListCommonTensor).
 _MAX_EXPERTS = 1024
 
@@ -20,7 +20,7 @@ def fused() -> Fused | None:
     def product(rows: torch.Tensor, matrices: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """Call the operator as vllm-ascend does (ops/fused_moe/moe_mlp.py, unquant_apply_mlp).
 
-        The rows form a single tensor, divided into groups with the given sizes.
+        The rows are in a single tensor and are divided into groups with the given sizes.
         """
         result: torch.Tensor = matmul(
             [rows], [matrices], group_list=counts_E, split_item=2, group_type=0, group_list_type=1

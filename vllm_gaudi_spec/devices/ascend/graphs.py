@@ -1,8 +1,8 @@
 """NPU graphs whose fused operations get new lengths from the host before each replay.
 
-Each such operation is captured as a task group. Before a replay with other lengths, it is issued again on an update
-stream. This computes nothing, but writes the operation's arguments into the captured tasks. On the device, a graph's
-updates wait for its last run, and its next run waits for the updates; the host waits for neither.
+Each such operation is captured as a task group. Before a replay with different lengths, the operation is issued again
+on an update stream. This computes nothing but writes the operation's arguments into the captured tasks. On the device,
+a graph's updates wait for its previous run, and its next run waits for the updates. The host waits for neither.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HostLengthsOperation(NamedTuple):
 
 
 class HostLengths(Protocol):
-    """An operation's list arguments on the host, keyed by name, for some of a graph's rows."""
+    """An operation's host-side list arguments, keyed by name, for some of a graph's rows."""
 
     def get_current_arguments(self) -> dict[str, list[int]]: ...
 
@@ -74,7 +74,7 @@ class NpuCaptures(Captures):
         lengths: HostLengths,
         out: list[torch.Tensor],
     ) -> None:
-        """Run `operation`, writing its results to `out`."""
+        """Run `operation` and write its results to `out`."""
         with_lengths = arguments | lengths.get_current_arguments()
         # Allocate enough for any lengths that the captured operation will receive.
         workspace = operation.workspace(**arguments, **lengths.get_longest_arguments())
@@ -86,13 +86,13 @@ class NpuCaptures(Captures):
         self._runtime.graph_task_group_begin(stream)
         operation.run(**with_lengths, **outputs)
         handle = self._runtime.graph_task_group_end(stream)
-        # Use weak references: a graph could not reuse the memory of tensors that are kept alive.
+        # Use weak references, because a graph could not reuse the memory of tensors that are kept alive.
         references = {name: _make_weak(value) for name, value in (arguments | outputs).items()}
         self._tasks.append(_Task(operation, references, lengths, handle))
 
 
 class _Updated:
-    """A graph that contains such operations."""
+    """A graph that contains operations with host lengths."""
 
     def __init__(self, graph: Recorded, tasks: list[_Task], runtime: Any, updates: Any) -> None:
         self._graph = graph

@@ -36,7 +36,7 @@ layers.register_norms(PROVIDER, _norm, _add_norm, available=None not in (_rms_no
 
 
 def _turn(heads_THR: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor, *, halves: bool) -> torch.Tensor:
-    """Rotate heads as [1, T, H, R], using a single row of tables."""
+    """Rotate heads in the layout [1, T, H, R]."""
     mode = "half" if halves else "interleave"
     turned: torch.Tensor = _rotate(heads_THR[None].contiguous(), cos_T1R[None], sin_T1R[None], mode)
     return turned[0]

@@ -1,4 +1,4 @@
-"""Splits function arguments into a list of tensors and a hashable remainder, the key for a captured graph."""
+"""Splits function arguments into tensors and a hashable remainder, which together identify a captured graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class _Tensor(NamedTuple):
-    """A placeholder for the tensor at a given index in the list."""
+    """A placeholder for the tensor at a given index in the list of tensors."""
 
     tensor_index: int
 
@@ -72,7 +72,7 @@ def rebuild(tensors: list[torch.Tensor], rest: Any) -> Any:
 
 
 def make_key(tensors: Sequence[torch.Tensor], rest: Hashable) -> Hashable:
-    """Return a graph's key. The bridge's own key is a hash that ignores dtypes and does not distinguish -1 from -2."""
+    """Return a graph's key. The key used by Gaudi's bridge ignores dtypes and does not distinguish -1 from -2."""
     return (rest, *[(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in tensors])
 
 

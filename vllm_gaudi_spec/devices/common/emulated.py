@@ -1,6 +1,6 @@
-"""Mixins that count operations when the emulator stands in for a device's card.
+"""Mixins that count operations when the emulator replaces a real card.
 
-Each mixin precedes the device's own class in a list of base classes.
+In a list of base classes, each mixin comes before the device's own class.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class EmulatedMemory(Memory):
         return by_layer
 
     def measure_peak(self, run: Callable[[], object]) -> int:
-        """Measure without computing: sizes do not depend on values, which the host would take minutes to compute."""
+        """Measure without computing values, which would take minutes on the host and do not affect tensor sizes."""
         device = card_emulator.counted()
         device.compile_only = True
         try:
@@ -79,5 +79,5 @@ class EmulatedMemory(Memory):
 
 class EmulatedWeights(Weights):
     def prepare_model(self, model: nn.Module) -> None:
-        card_emulator.counted().sealed = False  # a second engine in this process also warms up
+        card_emulator.counted().sealed = False  # because a second engine in this process also warms up
         super().prepare_model(model)

@@ -1,6 +1,6 @@
 """Token exchange between data-parallel ranks with equal token counts, using collectives available on every device.
 
-vLLM's experts need this exchange; `runner/extensions/data_parallel.py` equalizes the token counts.
+vLLM's expert layers need this exchange. `runner/extensions/data_parallel.py` equalizes the token counts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Unquantized mixtures of experts, for which vLLM provides no kernel on out-of-tree platforms.
+"""Unquantized mixture-of-experts layers, for which vLLM provides no kernel on out-of-tree platforms.
 
-T tokens, H hidden size, K experts per token; E experts on this rank, S a subset of them, I intermediate size.
+T: tokens. H: hidden size. K: experts per token. E: experts on this rank. S: a subset of them. I: intermediate size.
 
-Shapes must not depend on which experts a token chooses, and the host does not read the choice. Therefore only T, K, and
-E select an implementation:
+Shapes must not depend on which experts a token chooses, and the host does not read the choice. Therefore, the
+implementation is selected from T, K, and E alone:
 
 - the device's own operator, if it supports the layer;
 - `gathered`: if only a few experts' weights are needed, gather them and send every token through all of them;
@@ -31,7 +31,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _make_gated(function: Activation) -> Activation:
-    """Return an activation that multiplies `function` of the first half of the inputs by the second half."""
+    """Return an activation that multiplies `function` of the inputs' first half by their second half."""
 
     def activate(inputs: torch.Tensor) -> torch.Tensor:
         gate, up = inputs.chunk(2, dim=-1)
@@ -47,7 +47,7 @@ def _clamped_swiglu(inputs: torch.Tensor) -> torch.Tensor:
     return gate * torch.sigmoid(gate * _ALPHA) * (up.clamp(min=-_LIMIT, max=_LIMIT) + 1)
 
 
-# The values in vLLM's kernels; models with other values are rejected.
+# The values that vLLM's kernels use. Models with other values are rejected.
 _ALPHA, _LIMIT = 1.702, 7.0
 _ACTIVATIONS = {
     MoEActivation.SILU: _make_gated(torch.nn.functional.silu),
@@ -61,7 +61,7 @@ _ACTIVATIONS = {
 
 
 class Call(NamedTuple):
-    """The arguments to an expert layer. J is 2 I. Biases are None if the model has none."""
+    """The arguments to an expert layer. J is 2 * I. Biases are None if the model has none."""
 
     x_TH: torch.Tensor
     weights_TE: torch.Tensor
@@ -76,7 +76,7 @@ class Call(NamedTuple):
     top_k: int
 
     def select_experts(self, part: Callable[[torch.Tensor, int], torch.Tensor]) -> Call:
-        """Return the call restricted to some experts. `part(tensor, dim)` selects them along a tensor dimension."""
+        """Return the call restricted to the experts that `part(tensor, dim)` selects along a tensor dimension."""
         return self._replace(
             weights_TE=part(self.weights_TE, 1),
             w13_EJH=part(self.w13_EJH, 0),
@@ -86,20 +86,20 @@ class Call(NamedTuple):
         )
 
     def compute_inner(self, products: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return the inputs to the second product, computed from the results of the first."""
+        """Compute the inputs to the second matmul from the results of the first."""
         activate = _ACTIVATIONS[self.activation]
         if bias is not None:
             products = products + bias
-        # This is equivalent to weighting the inputs: the products are linear, and an input of zero gives zero.
+        # This is equivalent to weighting the inputs, because matmuls are linear and the activations map zero to zero.
         inner = activate(products * weights) if self.weighs_inputs else activate(products) * weights
         # If an unselected expert overflowed in float16, it would affect the result: infinity times 0 is NaN.
         return inner.masked_fill(weights == 0, 0.0) if inner.dtype == torch.float16 else inner
 
     def chosen(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return int64 IDs [T, K] and weights [T, K] of this rank's experts for each token.
+        """Return int64 IDs [T, K] and weights [T, K] of experts on this rank for each token.
 
-        They include every expert on this rank that the token chose. The remaining entries have weight 0 and stand in
-        for experts on other ranks, so that no ID is out of range or repeated.
+        Every expert on this rank that the token chose is included. The remaining entries are other experts on this rank
+        with weight 0, so that no ID is out of range or repeated.
         """
         ids_TK = self.weights_TE.abs().topk(min(self.top_k, self.weights_TE.shape[1]), dim=-1).indices
         return ids_TK, self.weights_TE.gather(1, ids_TK)
@@ -107,13 +107,13 @@ class Call(NamedTuple):
 
 Form = Callable[[Call], torch.Tensor]
 
-# The maximum number of tokens times experts computed at once. vllm-gaudi allows up to twice as many, 512 times 32;
-# larger products do not compile on Gaudi (v0.26.0, ops/hpu_fused_moe.py).
+# The maximum number of token-expert pairs computed at once. vllm-gaudi allows up to twice as many, 512 tokens for 32
+# experts. Larger matmuls do not compile on Gaudi (v0.26.0, ops/hpu_fused_moe.py).
 _ROWS_AT_ONCE = 8192
 
 
 def dense(call: Call) -> torch.Tensor:
-    """Compute a few experts at a time to keep memory from growing with experts times tokens."""
+    """Compute a few experts at a time, so that memory does not grow with the number of token-expert pairs."""
     num_tokens, num_experts = call.weights_TE.shape
     if num_tokens > _ROWS_AT_ONCE:
         some_tokens = zip(call.x_TH.split(_ROWS_AT_ONCE), call.weights_TE.split(_ROWS_AT_ONCE), strict=True)
@@ -140,7 +140,7 @@ def _narrow(first: int, count: int, tensor: torch.Tensor, dim: int) -> torch.Ten
 def gathered(call: Call) -> torch.Tensor:
     num_tokens, num_experts = call.weights_TE.shape
     count = min(num_tokens * call.top_k, num_experts)
-    # NaN differs from itself. Without this check, a row with NaN would choose experts for the other rows.
+    # NaN is not equal to itself. Without this check, NaN in one row would affect which experts other rows use.
     is_chosen_TE = (call.weights_TE != 0) & (call.weights_TE == call.weights_TE)
     ids_S = is_chosen_TE.float().amax(0).topk(count).indices
     size = max(GATHERED_BYTES_AT_ONCE // (call.w13_EJH[0].nbytes + call.w2_EHI[0].nbytes), 1)
@@ -153,14 +153,14 @@ def _select(ids_S: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor
 
 
 GroupedProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Multiplies rows [N, in] by matrices [E, in, out], one group at a time, with int64 group sizes [E]."""
+"""Multiplies each group of rows in [N, in] by its own matrix in [E, in, out]. The group sizes are int64 [E]."""
 
 
 def grouped(product: GroupedProduct, call: Call) -> torch.Tensor:
-    """Compute each token only with the experts that it chose, using copies of the tokens sorted by expert."""
+    """Send each token only through the experts that it chose, using copies of the tokens sorted by expert."""
     (num_tokens, num_experts), hidden = call.weights_TE.shape, call.x_TH.shape[1]
     ids_TK, weights_TK = call.chosen()
-    # Sort as floats, because an NPU sorts integers on its AI CPU.
+    # Sort as floats, because Ascend NPUs sort integers on their AI CPU.
     ids_N, order_N = ids_TK.flatten().float().sort()
     counts_E = (ids_N == torch.arange(num_experts, dtype=ids_N.dtype, device=ids_N.device).unsqueeze(-1)).sum(1)
     tokens_TK = torch.arange(num_tokens, device=ids_N.device).unsqueeze(-1).expand_as(ids_TK)
@@ -171,7 +171,7 @@ def grouped(product: GroupedProduct, call: Call) -> torch.Tensor:
     results_NH = product(call.compute_inner(products_NJ, weights_N1, b13_NJ), call.w2_EHI.transpose(1, 2), counts_E)
     if b2_NH is not None:
         results_NH = results_NH + weights_N1 * b2_NH
-    # Restore the order instead of using index addition, whose order of additions differs from run to run.
+    # Restore the original order instead of using `index_add`, whose summation order varies from run to run.
     return results_NH.index_select(0, order_N.float().argsort()).view(num_tokens, -1, hidden).sum(1)
 
 
@@ -183,7 +183,7 @@ class Fused(NamedTuple):
 
 
 def choose_form(call: Call, fused: Fused | None) -> Form:
-    """Choose the fastest implementation for a call; benchmarks/results/experts.json has the measurements."""
+    """Choose the fastest implementation for a call, based on benchmarks/results/experts.json."""
     num_tokens, num_experts = call.weights_TE.shape
     # If a rank has only as many experts as a token chooses, the operator saves no computation.
     if fused and num_tokens >= fused.min_tokens and call.top_k < num_experts and fused.takes(call):
@@ -195,13 +195,13 @@ def choose_form(call: Call, fused: Fused | None) -> Form:
 
 
 def register(fused: Fused | None = None) -> None:
-    """Register these experts in place of vLLM's. Call this once per process."""
+    """Register these expert layers in place of vLLM's. Call this once per process."""
     MoERunner.register_oot(VisibleRunner)
     UnquantizedFusedMoEMethod.register_oot(type("DeviceExperts", (Experts,), {"fused": fused}))
 
 
 class VisibleRunner(MoERunner):
-    """vLLM's runner without the custom operator that hides experts from compilers, so that steps include them."""
+    """vLLM's runner without the custom operator that hides experts from compilers, so that graphs include them."""
 
     def _select_forward(self) -> Callable[..., Any]:
         return self._run
@@ -219,9 +219,9 @@ class VisibleRunner(MoERunner):
     def _maybe_apply_routed_scale_to_output(
         self, shared_output: torch.Tensor | None, fused_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Apply vLLM's scaling, but not in place.
+        """Scale the outputs as vLLM does, but not in place.
 
-        With several ranks the outputs are views, and a captured graph on Gaudi cannot write through views (quirk L06).
+        With several ranks, the outputs are views, and a captured graph on Gaudi cannot write through views (quirk L06).
         """
         factor = self.routed_scaling_factor
         if factor == 1.0:
@@ -232,7 +232,7 @@ class VisibleRunner(MoERunner):
 
 
 class Experts(UnquantizedFusedMoEMethod):
-    # Include routing, because vLLM's routers are kernels for other devices.
+    # Handle routing here as well, because vLLM's routers are kernels for other devices.
     is_monolithic = True
     fused: Fused | None = None
 
@@ -257,7 +257,7 @@ class Experts(UnquantizedFusedMoEMethod):
         self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         num_experts = self.moe.num_experts
-        # If vLLM did the routing elsewhere, it would pass hidden states here without causing an error.
+        # If vLLM performed routing elsewhere, it would pass hidden states as `router_logits` without causing an error.
         if router_logits.shape[-1] != num_experts:
             raise ValueError(f"{num_experts} experts cannot be routed by {router_logits.shape[-1]} logits")
         weights_TE = _compute_weights(layer, x, router_logits)
@@ -300,7 +300,7 @@ def _compute_weights(layer: Any, x: torch.Tensor, router_logits: torch.Tensor) -
 
 
 def _find_local_experts(expert_map: torch.Tensor | None) -> tuple[int, int] | None:
-    """Return the index of this rank's first expert and the number of its experts, under expert parallelism."""
+    """Return this rank's first expert and its number of experts, or None without expert parallelism."""
     if expert_map is None:
         return None
     ids = (expert_map >= 0).nonzero().flatten().tolist()
@@ -327,10 +327,10 @@ def route(
     num_groups: int = 1,
     top_groups: int = 1,
 ) -> torch.Tensor:
-    """Return the weight of each expert, float32 [T, E]; 0 for experts that were not chosen.
+    """Return each expert's weight, float32 [T, E]. Experts that were not chosen have weight 0.
 
-    A bias affects only the choice. With several expert groups, the best groups are chosen first. A group's score is its
-    best expert's score or, with a bias, the sum of its two best scores.
+    A bias affects only which experts are chosen. With several expert groups, the best groups are chosen first. A
+    group's score is its best expert's score or, with a bias, the sum of its two best scores.
     """
     logits_TE = logits_TE.float()
     scores_TE = _SCORINGS[scoring](logits_TE)

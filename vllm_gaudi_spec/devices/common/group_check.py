@@ -1,7 +1,7 @@
 """Runs and checks the first collectives in each group of ranks before anything else runs.
 
 A group's first collective creates its communicator. On Gaudi, that collective must not be part of a captured graph. It
-also exposes a wrong network or module map, often as a hang. vllm-gaudi runs one in `init_device` too (quirk N01).
+also reveals a wrong network or module map, often by hanging. vllm-gaudi also runs one in `init_device` (quirk N01).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _SIZE = 128
-"""The number of values that each rank sends; it is small and even."""
+"""The number of values that each rank sends, which is small and even."""
 
 
 def check_groups(memory: Memory) -> None:
@@ -31,7 +31,8 @@ def check_groups(memory: Memory) -> None:
     """
     for reference in groups.values():
         group = reference()
-        # A destroyed group may still be referenced, and groups without a communicator serve the host.
+        # Skip destroyed groups, which may still be referenced, and groups without a communicator, which run on the
+        # host.
         if group is None or group.world_size == 1 or not hasattr(group, "device_group"):
             continue
         if getattr(group, "device_communicator", None) is None:
@@ -45,7 +46,7 @@ def check_groups(memory: Memory) -> None:
 
 
 def check_group(group: GroupCoordinator, memory: Memory) -> None:
-    """Run a group's collectives. Raises RuntimeError if a rank receives anything other than what was sent."""
+    """Run a group's collectives and raise RuntimeError if a rank receives anything other than what was sent."""
     name = _name(group)
     sent = [_make_numbers(rank) for rank in range(group.world_size)]
     with torch.inference_mode():
@@ -72,5 +73,5 @@ def _check(name: str, collective: str, expected: torch.Tensor, run: Callable[[],
 
 
 def _make_numbers(rank: int) -> torch.Tensor:
-    """Return float32 numbers whose sums are exact and that differ between ranks and between neighbors within a rank."""
+    """Return float32 values that sum exactly and differ between ranks and between adjacent elements."""
     return torch.arange(_SIZE) % 7 + 8.0 * rank**2

@@ -1,4 +1,4 @@
-"""Limits the KV cache's memory when the host is the device."""
+"""Determines the size of the KV cache when the device is the host itself."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def free() -> int:
 
 def choose_kv_bytes(utilization: float, less: int = 0) -> int:
     """Return the size of the KV cache. `less` is the memory that will be allocated before the cache."""
-    # Unlike a card's memory, host memory has other users, and zeroing it takes time at every start.
+    # Leave memory unused, because the host has other processes and zeroing memory takes time at every start.
     return min(int((free() - less) * utilization / 2), _MOST)

@@ -18,12 +18,12 @@ from vllm_gaudi_spec.upstream.kv_cache import AttentionSpec, UniformTypeKVCacheS
 if TYPE_CHECKING:
     from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheLayout
 
-# Block copies per graph. Unused entries copy the padding block to itself.
+# The number of block copies per graph. Unused entries copy the padding block to itself.
 _COPIES = 8
 
 
 class KVPair(NamedTuple):
-    """A layer's keys and values, one tensor [slots, K, D] each, because Gaudi cannot write through views."""
+    """A layer's keys and values in separate tensors [slots, K, D], because Gaudi cannot write through views."""
 
     keys: torch.Tensor
     values: torch.Tensor | None
@@ -85,7 +85,7 @@ class PairMemory(Memory):
 
 
 class PairAttention(Attention):
-    """Attention over `KVPair`s in plain torch, which devices can override with kernels."""
+    """Attention over `KVPair`s in plain torch. Devices can override it with kernels."""
 
     def kv_shape(self, kv_cache: KVPair) -> KVShape:
         return kv_cache.shape
@@ -111,7 +111,7 @@ class PairAttention(Attention):
 def allocate(kv_cache_config: KVCacheConfig, device: torch.device) -> dict[str, KVPair]:
     """Allocate zeroed caches, keyed by layer name.
 
-    Layers in different groups may have the same offset and thus share memory: a block belongs to one group at a time.
+    Layers in different groups may have the same offset and share memory, because a block belongs to only one group.
     """
     by_offset: dict[int, tuple[object, KVPair]] = {}
     by_layer: dict[str, KVPair] = {}

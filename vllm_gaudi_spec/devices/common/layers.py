@@ -51,8 +51,8 @@ def register_norms(
 ) -> None:
     """Register kernels for RMS norms with and without a residual.
 
-    `takes` determines which inputs the kernels support; they must also have the weight's dtype. With `in_place`,
-    `add_norm` overwrites its inputs with its results.
+    `takes` returns whether the kernels support an input, whose dtype must also match the weight's. If `in_place` is
+    set, `add_norm` overwrites its inputs with its results.
     """
 
     def supports(
@@ -99,7 +99,8 @@ class Turn(Protocol):
     ) -> torch.Tensor:
         """Rotate heads.
 
-        Numbers that rotate together are half a head apart (`halves`) or adjacent; the tables have an entry for each.
+        The two elements of a rotated pair are half a head apart if `halves` is set, and adjacent otherwise. The tables
+        have an entry for every element.
         """
         ...
 
@@ -111,7 +112,7 @@ def _make_rotary_mixin(turn: Turn) -> type:
         def forward_oot(
             self: RotaryEmbeddingBase, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            # Keep the positions alive so that their `id` is not reused.
+            # Keep the positions alive, so that their `id` is not reused.
             cos, sin, _ = _compute_once_per_forward(
                 ("rotary", id(self), id(positions), query.dtype),
                 lambda: (*_look_up_tables(self, positions, query), positions),
@@ -132,7 +133,7 @@ def _make_rotary_mixin(turn: Turn) -> type:
 def _look_up_tables(
     rotary: RotaryEmbeddingBase, positions: torch.Tensor, query: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin for each number in a head, [T, 1, R].
+    """Return the cosine and sine for each element in a head, [T, 1, R].
 
     `positions` is [T], or [D, T] for a multimodal embedding.
     """
@@ -152,7 +153,7 @@ def _look_up_tables(
 
 
 def _select_sections(rotary: MRotaryEmbedding, found_DTC: torch.Tensor) -> torch.Tensor:
-    """Return [T, C], the entry for the position dimension that rotates each channel."""
+    """Return the entries [T, C], taken for each channel from the position dimension that rotates it."""
     assert rotary.mrope_section is not None
     if rotary.mrope_interleaved:
         return apply_interleaved_rope(found_DTC, rotary.mrope_section)
@@ -161,7 +162,8 @@ def _select_sections(rotary: MRotaryEmbedding, found_DTC: torch.Tensor) -> torch
 
 
 def _compute_once_per_forward(key: Hashable, build: Callable[[], Any]) -> Any:
-    """Cache values that a forward pass's layers share. Per layer, they would add a tenth to a step's launches."""
+    """Cache values shared by all layers in a forward pass. Computing them per layer would add 10% to a step's
+    launches."""
     metadata = get_forward_context().attn_metadata if is_forward_context_available() else None
     calls = metadata.values() if isinstance(metadata, dict) else ()
     call = next((call for call in calls if isinstance(call, AttentionCall)), None)
@@ -175,7 +177,7 @@ def register_rotary(prefix: str, turn: Turn) -> None:
 
 
 def register_rotary_class(prefix: str, mixin: type, base: type[RotaryEmbeddingBase]) -> None:
-    """Put `mixin` before `base` and before each subclass that shares its rotation method, regardless of its table."""
+    """Combine `mixin` with `base` and each subclass that shares its rotation method, regardless of its table."""
     for cls in _list_subclasses(base):
         if cls.forward_native is base.forward_native:
             cls.register_oot(type(f"{prefix}{cls.__name__}", (mixin, cls), {}))

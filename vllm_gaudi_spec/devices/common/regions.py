@@ -1,9 +1,10 @@
-"""Compiles a function in regions: it is traced once without values, cut at markers, and each region is compiled.
+"""Compiles a function in regions: it is traced once with fake tensors, cut at markers, and compiled region by region.
 
-A region is the list of operations between two markers, as an FX graph whose inputs are everything it reads: arguments,
-weights, caches, and results from earlier regions. No Python runs in it, so there are no guards or graph breaks. Regions
-that apply the same operations to tensors with the same geometry, as a model's layers do, are compiled once. Applying
-torch.compile to the function itself would guard every layer name and Python branch, and compile every layer.
+A region is the list of operations between two markers, as an FX graph whose inputs are everything that it reads:
+arguments, weights, caches, and results from earlier regions. No Python runs in a region, so there are no guards or
+graph breaks. Regions that apply the same operations to tensors with the same geometry, such as a model's layers, are
+compiled only once. Applying torch.compile to the function itself would guard every layer name and Python branch and
+compile every layer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import Function
 
 Compiler = Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Sequence[Any]]]
-"""A torch.compile backend, which is called with tensors without values."""
+"""A torch.compile backend, which is called with fake tensors."""
 
 
 class _Step(NamedTuple):
@@ -37,11 +38,11 @@ class _Step(NamedTuple):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     dead: tuple[int, ...]
-    """Numbers of values that no later step reads."""
+    """The numbers of the tensors that no later step reads."""
 
 
 class RegionCompiler:
-    """Compiles functions, and reuses compiled code for regions with the same form."""
+    """Compiles functions and reuses compiled code for regions with equal descriptions."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class RegionCompiler:
         self.functions: Counter[str] = Counter()
         """The number of compilations for each function name, one per argument geometry."""
         self.traces_twice = False
-        """Whether to trace twice and compare: a number that Python increments would be compiled as a constant."""
+        """Whether to trace twice and compare, because numbers that Python increments would be compiled as constants."""
         self._tracer: Tracer | None = None
 
     @property
@@ -168,11 +169,11 @@ class CompiledFunction:
         self._form = form
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these tensors share memory with outside tensors in the same way as those used for compilation."""
+        """Whether these tensors share memory with non-argument tensors in the same way as during compilation."""
         return self._sharing_outside(tensors) == self._sharing
 
     def _sharing_outside(self, tensors: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
-        """Return, for each tensor, the number of an outside tensor that shares its memory, even after sleep mode."""
+        """For each tensor, return the number of a non-argument tensor with the same memory, even after sleep mode."""
         found = ((self._number_by_storage.get(storage), storage) for storage in map(_storage, tensors))
         return tuple(
             number if number is not None and _storage(self._outside[number]) == storage else None
@@ -217,7 +218,7 @@ def _form(segment: Segment, tracer: Tracer, inputs: Sequence[int], outputs: Sequ
 
 
 def _find_sharing(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return, for each tensor, the index of the first one with the same memory."""
+    """For each tensor, return the index of the first one with the same memory."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(_storage(tensor), index) for index, tensor in enumerate(tensors))
 

@@ -48,12 +48,12 @@ class Captures:
         self._stream: Any = None
         self._pool: Any = None
         self._keeper: Any = None
-        """An empty graph that keeps the pool usable between engines: without any graph, a pool cannot be reused."""
+        """An empty graph that keeps the pool usable between engines, because a pool without graphs cannot be reused."""
 
     def buffer(self, index: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the buffer for the argument at `index`, shared by all graphs that take a tensor like this there.
+        """Return the buffer for argument `index`, shared by all graphs with the same tensor shape and dtype there.
 
-        A device buffer is filled right before a graph runs, in stream order; a host buffer is filled immediately.
+        A device buffer is filled right before a graph runs, in stream order. A host buffer is filled immediately.
         """
         key = index, like.shape, like.dtype, like.device
         if key not in self._buffers:
@@ -61,7 +61,7 @@ class Captures:
         return self._buffers[key]
 
     def record(self, run: Callable[[], None]) -> Recorded:
-        """Capture `run` as a graph, without computing."""
+        """Capture `run` as a graph without executing it."""
         self._give_back_cached()
         if self._keeper is None:
             self._pool, self._stream = self._runtime.graph_pool_handle(), self._runtime.Stream()
@@ -88,7 +88,7 @@ class Captures:
 
 @contextmanager
 def _pause_collector() -> Iterator[None]:
-    """Pause the garbage collector: freeing an earlier engine's graph would make a capture fail."""
+    """Pause the garbage collector, because freeing an earlier engine's graph would make a capture fail."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -119,7 +119,7 @@ class Graphed:
     def _make(self, tensors: list[torch.Tensor], rest: Any) -> _Captured:
         """Run the function eagerly once to compile its kernels and produce this call's result, then capture it.
 
-        Capturing computes nothing. Side effects therefore happen only once, even if a graph is first needed while
+        Capturing executes nothing. Side effects therefore happen only once, even if a graph is first needed while
         serving requests.
         """
         buffers = [self._captures.buffer(i, tensor) for i, tensor in enumerate(tensors)]
@@ -150,7 +150,7 @@ class Graphed:
 
 class StreamGraphs(Graphs):
     def __init__(self, runtime: Any, captures: Captures) -> None:
-        # vLLM functions decorated with torch.compile are part of the captured step.
+        # Run vLLM functions decorated with torch.compile eagerly, because they are part of the captured step.
         torch.compiler.set_stance("force_eager")
         self._runtime = runtime
         self._captures = captures

@@ -1,4 +1,4 @@
-"""Records a function's operations as a list, by running it once on tensors without values."""
+"""Records a function's operations by running it once on fake tensors."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from vllm_gaudi_spec.devices.common.arguments import find_tensors
 
 
 class NotCompilableError(RuntimeError):
-    """Raised for an operation that cannot be compiled or would be compiled incorrectly. The message names the line."""
+    """Raised for an operation that cannot be compiled or would be compiled incorrectly. The message shows the line."""
 
 
 class Value(NamedTuple):
-    """A placeholder for the value with this number."""
+    """A placeholder for the tensor with this number."""
 
     number: int
 
@@ -42,7 +42,7 @@ class Operation(NamedTuple):
     kwargs: Mapping[str, Any]
     """The arguments and keyword arguments, with `Value`s in place of tensors."""
     form: Hashable
-    """Describes the operation without its tensors. Operations that do the same thing have equal forms."""
+    """A description of the operation without its tensors. Operations that do the same thing have equal forms."""
     inputs: tuple[int, ...]
     """The input tensors' numbers, in order."""
     outputs: tuple[int, ...]
@@ -57,11 +57,11 @@ class Operation(NamedTuple):
 class Segment:
     operations: list[Operation] = field(default_factory=list)
     is_compiled: bool = True
-    """False for a single collective, which runs eagerly: compiled collectives are known to add wrongly (quirk C23)."""
+    """False for a single collective, which runs eagerly because compiled collectives sum incorrectly (quirk C23)."""
 
 
 class Fakes:
-    """The tensors without values in one trace, indexed by number."""
+    """The fake tensors in one trace, indexed by number."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(static_shapes=True)
@@ -69,7 +69,7 @@ class Fakes:
         self._get_number: dict[int, int] = {}
 
     def enter(self, tensor: torch.Tensor) -> FakeTensor:
-        """Add a tensor without values under the next number. Tensors that share memory also share it in the trace."""
+        """Add a fake copy of a tensor under the next number. Tensors that share memory also share it in the trace."""
         fake = self.mode.from_tensor(tensor, static_shapes=True)
         self._add(fake)
         return fake
@@ -84,8 +84,8 @@ class Fakes:
         return geometry, fake.untyped_storage()._cdata
 
     def add_result(self, result: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """Return the numbers assigned to a result's tensors, and their positions (None if the result is a single
-        tensor)."""
+        """Return the numbers assigned to a result's tensors and their positions, which are None if the result is a
+        single tensor."""
         if isinstance(result, torch.Tensor):
             return (self._add_new(result),), None
         items = result if isinstance(result, (list, tuple)) else ()
@@ -102,7 +102,7 @@ class Fakes:
 
 
 class Tracer(TorchDispatchMode):
-    """Records operations, and runs them on tensors without values."""
+    """Records operations and runs them on fake tensors."""
 
     def __init__(self, rewrites: Mapping[Any, Callable[..., Any]], device_type: str) -> None:
         super().__init__()
@@ -204,8 +204,8 @@ class _Note:
     def __init__(self, tracer: Tracer) -> None:
         self._get_number = tracer.get_number
         self.form: list[Hashable] = []
-        """The non-tensor arguments in order, made comparable: 0.0 differs from -0.0, 1 differs from True, and NaN
-        equals NaN."""
+        """The non-tensor arguments in order, made comparable so that 0.0 differs from -0.0, 1 differs from True, and
+        NaN equals NaN."""
         self.inputs: list[int] = []
         self.others: list[Any] = []
         """Arguments that a graph cannot hold."""
@@ -226,7 +226,7 @@ class _Note:
             return items if isinstance(value, list) else tuple(items)
         elif isinstance(value, float):
             self.form.append((float, value.hex()))
-        elif isinstance(value, (int, str)):  # booleans, and enumerations
+        elif isinstance(value, (int, str)):  # booleans and enumerations
             self.form.append((kind, value))
         else:
             # Communication library objects differ from trace to trace.
@@ -236,12 +236,12 @@ class _Note:
 
 
 def _fake_collective(func: Any, args: Any) -> Any:
-    """Return a collective's result: the tensors that it modifies, which come first, and a handle to wait on."""
+    """Return a collective's result: the modified tensors, which are its first argument, and a handle to wait on."""
     work = FakeWork().boxed()
     return (args[0], work) if len(func._schema.returns) == 2 else work
 
 
-# Argument types for which equal values are the same constant in a graph.
+# Argument types for which equal values can be used as the same constant in a graph.
 _PRINTABLE = frozenset({int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 _emulator = find_spec("card_emulator")
@@ -257,7 +257,7 @@ _SKIPPED = (
 
 
 def _find_source() -> str:
-    """Return the line that issued an operation: the innermost one outside torch and this file."""
+    """Return the source line that issued an operation: the innermost one outside torch and this file."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         frame = frame.f_back
@@ -265,7 +265,7 @@ def _find_source() -> str:
 
 
 def fill_in(value: Any, by_number: Sequence[Any] | Mapping[int, Any]) -> Any:
-    """Return nested lists, tuples, and dicts with each `Value` replaced by the item that has its number."""
+    """Replace each `Value` in nested lists, tuples, and dicts with the item that has its number."""
     if isinstance(value, Value):
         return by_number[value.number]
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The CPU backend, which is the embedded default. It uses vLLM's CPU kernels if its build has them, or plain torch."""
+"""The default backend, for CPUs. It uses vLLM's CPU kernels if the build has them and plain torch otherwise."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _KERNEL_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 51
 def make_backend() -> DeviceBackend:
     has_kernel = hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
     if torch.cpu._is_amx_tile_supported():
-        # A process has to request AMX tiles from Linux, as oneDNN does before its first product. vLLM's attention in
-        # bfloat16 does not request them, and the process died of SIGILL when the attention ran first.
+        # A process has to request AMX tiles from Linux, as oneDNN does before its first matmul. vLLM's bfloat16
+        # attention does not request them, and the process died of SIGILL when attention ran first.
         torch.cpu._init_amx()
     traits = DeviceTraits(
         name="cpu",
@@ -60,7 +60,7 @@ def make_backend() -> DeviceBackend:
         takes_cpu_weights=True,
         sleeps=True,
         updates_weights=True,
-        # Shapes are not compiled here; running small ones warms caches and finds defects early.
+        # The CPU does not compile shapes. Running small ones warms caches and exposes defects early.
         warmup_tokens=16,
     )
     return DeviceBackend(
@@ -112,10 +112,10 @@ class CpuAttention(Attention):
         return supported
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replace non-finite numbers in place with one operation; more would slow a small model's steps by a few
-        percent.
+        """Replace non-finite elements in place with one operation.
 
-        Large finite numbers may remain, because kernels overwrite masked scores and models skip padding on this device.
+        More operations would slow a small model's steps by a few percent. Large finite elements may remain, because
+        kernels overwrite masked scores and models skip padding on this device.
         """
         is_expanded = 0 in tensor.stride()
         return (torch.nan_to_num if is_expanded else torch.nan_to_num_)(tensor, nan=0.0, posinf=0.0, neginf=0.0)
@@ -138,7 +138,7 @@ class CpuAttention(Attention):
         rows = call.plan(("rows", spec.is_causal), lambda: _build_rows(call, spec))
         attended_THD = _attend(query_THD, keys, values, rows, call, spec)
         if call.spans is not None:
-            # Attend again, using the spans as rows whose queries attend to all of the span's keys.
+            # Compute attention again, treating each span as a row whose queries attend to all of the span's keys.
             assert call.spans.rows is not None
             of_spans = call.spans.rows
             index_T, spans = call.plan("spans", lambda: _build_span_rows(of_spans, call, rows.query_starts))
@@ -181,7 +181,7 @@ class _Rows(NamedTuple):
     key_ends: torch.Tensor
     tables: torch.Tensor
     is_causal: bool = True
-    """If False, each query attends to all keys or, with a window, to equally many earlier and later keys."""
+    """If False, each query attends to all keys or, with a window, to as many later keys as earlier ones."""
 
 
 def _build_rows(call: AttentionCall, spec: AttentionLayerSpec) -> _Rows:

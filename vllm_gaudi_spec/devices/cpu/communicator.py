@@ -1,4 +1,4 @@
-"""Collectives between CPU ranks: vLLM's own over shared memory or gloo, and token exchange, which vLLM lacks."""
+"""Collectives between CPU ranks: vLLM's own over shared memory or gloo, plus the token exchange that vLLM lacks."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Decides whether to fork the engine process, which halves its start time: a spawned process imports vLLM again.
+"""Decides whether to fork the engine process. This halves its start time, because a spawned process imports vLLM again.
 
 GNU OpenMP does not survive a fork once its threads exist: the child's first parallel loop waits for threads that it
-does not have. Their existence cannot be detected from outside, so a child is forked and asked to compute.
+does not have. Whether they exist cannot be detected from outside, so a child is forked and asked to compute something.
 
-Intel's OpenMP survives a fork, and binds the child's first thread to the first core. This is faster for a single rank;
-several ranks would compete for that core and are spawned instead. A forked process keeps its parent's libraries. An
-`LLM(...)` engine therefore uses Intel's OpenMP only if its script was started with it, or if it is spawned.
+Intel's OpenMP survives a fork but binds the child's first thread to the first core. This is faster for a single rank.
+Several ranks would compete for that core, so they are spawned instead. A forked process keeps its parent's libraries.
+An `LLM(...)` engine therefore uses Intel's OpenMP only if its script was started with it or if the engine is spawned.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 _PATIENCE_S = 2.0
-# Large enough for torch to split the work across threads.
+# The number of elements is large enough for torch to split the work across threads.
 _ELEMENTS = 1 << 20
 
 _has_threads = False
-"""Whether a child timed out. OpenMP's threads live as long as the process, so later children would time out too."""
+"""Whether a child timed out. OpenMP's threads live as long as the process, so later children would also time out."""
 
 
 def start_method(num_ranks: int) -> str:
@@ -42,7 +42,7 @@ def start_method(num_ranks: int) -> str:
 
 
 def _has_intels_openmp() -> bool:
-    """Whether Intel's OpenMP is loaded in this process, and would therefore be in a forked one."""
+    """Whether Intel's OpenMP is loaded in this process and would therefore be loaded in a forked one."""
     return hasattr(ctypes.CDLL(None), "kmp_get_blocktime")
 
 

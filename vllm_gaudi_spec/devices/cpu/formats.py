@@ -1,6 +1,6 @@
 """Determines which weight formats this CPU supports by trying a small layer in each format before loading anything.
 
-vLLM chooses kernels while it creates layers, and does not notice some missing kernels until the first forward pass: its
+vLLM chooses kernels while it creates layers and does not notice some missing kernels until the first forward pass. Its
 AVX-512 CPU build has more kernels than its AVX2 build, and no table lists them.
 """
 
@@ -68,14 +68,14 @@ class _Called(TorchDispatchMode):
 
 
 def _find_slow_product(names: set[str]) -> str | None:
-    """Return an operation among `names` that the CPU can compute but lacks instructions for, or None."""
+    """Return an operation in `names` for which the CPU has no instructions and only a slow fallback, or None."""
     # Torch's `_scaled_mm` (aten/src/ATen/native/Blas.cpp) leaves FP8 to oneDNN on CPUs with AMX. oneDNN 3.12 has a
     # kernel for AMX-FP16 and later (`check_isa_with_datatype` in src/cpu/x64/matmul/brgemm_matmul_utils.cpp; its
-    # AVX10.2 condition is reached only with AMX). Otherwise, torch and oneDNN copy the operands: a product took 10 to
-    # 70 times as long as in float32 on AVX2, and 40 to 80 times with AMX but without AMX-FP16.
+    # AVX10.2 condition is reached only with AMX). Otherwise, torch and oneDNN copy the operands: a matmul took 10 to 70
+    # times as long as in float32 on AVX2, and 40 to 80 times with AMX but without AMX-FP16.
     if "aten._scaled_mm" in names and not torch.cpu._is_amx_fp16_supported():
         return "torch's product of FP8"
-    # The same oneDNN function requires AVX-512, or AVX2 with VNNI, which torch cannot report. On AVX2 alone, a product
+    # The same oneDNN function requires AVX-512, or AVX2 with VNNI, which torch cannot report. On AVX2 alone, a matmul
     # took 7 to 17 times as long as in float32 for one row, and 2 to 5 times for four rows.
     if "_C.onednn_scaled_mm" in names and not torch.cpu._is_avx512_supported():
         return "oneDNN's product of int8"
@@ -99,7 +99,7 @@ def _find_quantized_layers(folder: Path) -> tuple[str, ...]:
 
 @torch.inference_mode()
 def _compute(vllm_config: VllmConfig, model: ModelConfig, name: str) -> None:
-    """Run one product with an all-zero layer."""
+    """Run one matmul with an all-zero layer."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
     from vllm_gaudi_spec.upstream.layers import ReplicatedLinear

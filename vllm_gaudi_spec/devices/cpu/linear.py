@@ -1,7 +1,7 @@
-"""Linear layers on the CPU: each weight's storage format, and the library kernel that multiplies by it.
+"""Linear layers on the CPU: each weight's storage format and the library kernel that multiplies by it.
 
-A step with few tokens reads every weight once, and its cost depends on the bytes read. Weights from bfloat16 and
-float16 checkpoints are exact in float16, up to a power of two for the whole matrix, and FBGEMM multiplies float32
+A step with few tokens reads every weight once, so its cost depends on the number of bytes read. Weights from bfloat16
+and float16 checkpoints are exact in float16, up to a power-of-two scale for the whole matrix. FBGEMM multiplies float32
 activations by float16 weights, which halves the bytes and adds no rounding. Steps with few tokens use such a copy.
 Steps with many tokens are compute-bound, and oneDNN's float32 kernel is faster for them
 (benchmarks/results/small_gemm_cpu.json).
@@ -30,7 +30,7 @@ logger = init_logger(__name__)
 FEW_ROWS = 24
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Takes the same arguments as in vLLM: input, the layer's weight (empty if it was packed), bias."""
+"""Takes the same arguments as vLLM's function: input, the layer's weight (empty if it was packed), and bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Float16Linear:
 
     @classmethod
     def exact(cls, weight_NK: torch.Tensor) -> Float16Linear | None:
-        """Convert a weight without rounding; return None if float16 cannot represent it or has no kernel."""
+        """Convert a weight without rounding, or return None if float16 cannot represent it or has no kernel."""
         scale = _find_exact_scale(weight_NK) if has_float16_kernel() else None
         return None if scale is None else cls.of(weight_NK, scale)
 
@@ -72,9 +72,9 @@ class ByRows:
 class Float32Logits:
     """A bfloat16 or float16 output matrix that produces float32 logits.
 
-    A 16-bit kernel would round logits to steps of up to 0.125, often making the two best tokens equal. For few rows, an
-    exact float16 copy is used. For many rows, slices of the weight are converted to float32 one after another; oneDNN
-    may multiply them in bfloat16, which is exact for numbers that were originally bfloat16.
+    A 16-bit kernel would round logits to multiples of up to 0.125 and often make the two best ones equal. For few rows,
+    an exact float16 copy is used. For many rows, slices of the weight are converted to float32 one after another.
+    oneDNN may multiply them in bfloat16, which is exact for values that were originally bfloat16.
     """
 
     def __init__(self, weight_NK: torch.Tensor) -> None:
@@ -91,7 +91,7 @@ class Float32Logits:
         return out if bias is None else out.add_(bias)
 
 
-# The number of weight elements converted at a time; larger slices do not stay in a core's cache.
+# The number of weight elements converted at a time. Larger slices do not stay in a core's cache.
 _SLICE_NUMBERS = 1 << 22
 
 
@@ -113,13 +113,13 @@ def _is_float16(weight: torch.Tensor) -> bool:
 
 
 def _choose_power_of_two(weight: torch.Tensor) -> float:
-    """Return the power of two that scales a matrix's largest number to just below float16's maximum."""
+    """Return the power of two that scales a matrix's largest element to just below float16's maximum."""
     _, exponent = torch.frexp(weight.abs().amax())
     return 2.0 ** (int(exponent) - 15)
 
 
 def _find_exact_scale(weight: torch.Tensor) -> float | None:
-    """Return the power of two that makes a matrix exact in float16 after division by it; None if there is none."""
+    """Return a power of two such that the matrix divided by it is exact in float16, or None if there is none."""
     if _is_float16(weight):
         return 1.0
     scale = _choose_power_of_two(weight)
@@ -142,7 +142,7 @@ _LINEAR = "gaudi_spec_linear"
 
 
 def _choose_on_first_call(make: Callable[[], Linear]) -> Linear:
-    """Defer the kernel choice for embedding tables, which most models never use as a matrix."""
+    """Defer the kernel choice for embedding tables, which most models never use in a matmul."""
     chosen = cache(make)
     return lambda x, weight, bias: chosen()(x, weight, bias)
 
@@ -154,10 +154,10 @@ class _State:
 
 
 def _keep_num_threads() -> None:
-    """Reset torch's thread count to the count under which the first weight was packed.
+    """Reset torch's thread count to its value when the first weight was packed.
 
     oneDNN chooses a packed layout based on the thread count, whereas vLLM's wrapper caches compiled kernels by weight
-    shape alone, for the whole process: a second weight with the same shape but another layout would be read as noise. A
+    shape alone, for the whole process. A second weight with the same shape but another layout would be read as noise. A
     multi-rank engine sets the count to one in the process that creates it, which may later create another engine.
     """
     found = torch.get_num_threads()
@@ -184,9 +184,9 @@ def keep_unpacked() -> Iterator[None]:
 
 
 def pack(original: Callable[..., None], layer: LinearBase | VocabParallelEmbedding, remove_weight: bool) -> None:
-    """Choose the kernel for a newly loaded layer, in place of vLLM's function `original`.
+    """Choose the kernel for a newly loaded layer instead of vLLM's function `original`.
 
-    With `remove_weight`, nothing else reads the weight. Embedding tables keep their weights for token lookup.
+    If `remove_weight` is set, nothing else reads the weight. Embedding tables keep their weights for token lookup.
     """
     weight = layer.weight
     if _State.keeps_weights:
@@ -237,7 +237,7 @@ def _choose(
 def repack(model: nn.Module, *, dropped: bool) -> None:
     """Repack embeddings and output matrices after an update, or free all packed weights if `dropped` is set.
 
-    vLLM packs the weights that it loads, except an output matrix that is tied to the embeddings.
+    vLLM packs the weights that it loads, except for an output matrix that is tied to the embeddings.
     """
     tables = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
     for layer in tables:

@@ -28,8 +28,8 @@ _CPU_RAY_EXECUTOR = "vllm_gaudi_spec.devices.cpu.ray.CpuRayExecutor"
 class CpuSpecPlatform(SpecPlatform, CpuPlatform):
     """The CPU platform.
 
-    It derives from vLLM's CPU platform because vLLM checks `is_cpu()` before it packs linear weights for oneDNN, uses
-    its C++ kernels for activations, rotary embedding, and MoE, or calls accelerator functions.
+    It derives from vLLM's CPU platform, because vLLM checks `is_cpu()` before it packs linear weights for oneDNN, uses
+    its C++ kernels for activations, rotary embeddings, and MoE, or calls accelerator functions.
     """
 
     # A step's operations are too small to benefit from compiled helpers, and Inductor takes seconds.
@@ -70,7 +70,7 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
     def register_triton_kernel_overrides(cls) -> None:
         """No-op: the kernels that vLLM overrides here belong to its runner and sampler, which are not used.
 
-        vLLM's search through all modules fails with an AttributeError on llvmlite's functions, which Kimi Linear
+        vLLM's version searches all modules and fails with an AttributeError on llvmlite's functions, which Kimi Linear
         imports.
         """
 

@@ -1,7 +1,7 @@
-"""Ray executor for CPU ranks, on one machine or several.
+"""Ray executor for CPU ranks on one or more machines.
 
-vLLM's executor counts cards. A CPU rank has none; it reserves one CPU on its Ray node, no matter how many threads it
-uses.
+vLLM's executor counts GPUs. A CPU rank has none and reserves one CPU on its Ray node instead, regardless of how many
+threads it uses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class CpuRayWorker(RayWorkerProc):
 
 
 class CpuRayExecutor(RayExecutorV2):
-    """vLLM's Ray executor without cards."""
+    """vLLM's Ray executor without GPUs."""
 
     def _init_executor(self) -> None:
         with upstream.ray_workers(CpuRayWorker):

@@ -1,7 +1,7 @@
-"""Sampling on a CPU: the functions in `sampling/`, with vector instructions and no more work than a row needs.
+"""Sampling on a CPU: the functions in `sampling/`, vectorized and limited to the work that each row needs.
 
-NumPy finds maxima with vector instructions, whereas PyTorch does not. N positions, V the vocabulary, C the best tokens
-at a position.
+NumPy finds maxima with vector instructions, whereas PyTorch does not. N: positions. V: vocabulary size. C: number of
+best tokens at a position.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 _NEG_INF = np.float32(-np.inf)
 _LISTS = (1024, 16384)
-"""The numbers of tokens to sort before falling back to all of them; most positions need only the first."""
+"""The numbers of best tokens to try before sorting all tokens. For most positions, the first number is enough."""
 _FEW = 8
-"""Compute noise for individual tokens if at most one in this many remains; finding them takes time as well."""
+"""Compute noise only for the remaining tokens if at most one in this many remains. Finding them also takes time."""
 
 
 def sample_greedy(logits_BQV: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ def sample_random(
     starts_N = np.concatenate(([0], counts_N.cumsum()[:-1]))
     best_N = np.maximum.reduceat(scores_T, starts_N)
     tokens_T = np.where(scores_T == best_N[row_T], token_T, vocab)
-    sampled_N = np.minimum(np.minimum.reduceat(tokens_T, starts_N), vocab - 1)  # needed if a score is NaN
+    sampled_N = np.minimum(np.minimum.reduceat(tokens_T, starts_N), vocab - 1)  # limited in case a score is NaN
     return torch.from_numpy(sampled_N.reshape(num_rows, num_positions)).int()
 
 
@@ -101,7 +101,7 @@ def filter_logits(
         asked.leave_out((torch.arange(num_positions) >= num_sampling_B[:, None]).flatten().numpy(), vocab)
     floor_N = _find_floors(logits_NV, asked, vocab)
     filtered_NV = torch.empty_like(logits_NV)
-    # Keep values above the next number below the floor. `threshold` is vectorized, but `where` is not.
+    # Keep values above the largest float below the floor, because `threshold` is vectorized and `where` is not.
     below_N = np.nextafter(floor_N, _NEG_INF).tolist()
     for logits_V, below, filtered_V in zip(logits_NV, below_N, filtered_NV, strict=True):
         torch.ops.aten.threshold.out(logits_V, below, filters.NEG_INF, out=filtered_V)
@@ -142,7 +142,7 @@ def _find_floors(logits_NV: torch.Tensor, asked: _Asked, vocab: int) -> np.ndarr
 
 
 def _find_floors_in_list(logits_NV: torch.Tensor, asked: _Asked, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the floors derived from the `length` best logits, and whether these logits suffice for each row."""
+    """Return the floors derived from the `length` best logits and whether these logits suffice for each row."""
     vocab = logits_NV.shape[1]
     values_NV = logits_NV.numpy()
     if length < vocab:
@@ -154,7 +154,7 @@ def _find_floors_in_list(logits_NV: torch.Tensor, asked: _Asked, length: int) ->
     top_k_N1 = asked.top_k_N[:, None]
     kth_N1 = np.take_along_axis(best_NC, np.minimum(top_k_N1, length) - 1, axis=-1)
     floor_N1 = np.where(top_k_N1 < vocab, np.maximum(floor_N1, kth_N1), floor_N1)
-    # The list has all tokens above its last one, but possibly not all tokens equal to it.
+    # The list has all logits above its last one, but possibly not all logits equal to it.
     is_whole_N = (floor_N1[:, 0] > best_NC[:, -1]) | (length == vocab)
     with np.errstate(over="ignore", invalid="ignore"):
         weights_NC = np.where(best_NC >= floor_N1, np.exp(best_NC - peak_N1), 0)

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, the reference accelerator: every step is a CUDA graph, without vLLM's compiled parts."""
+"""The backend for NVIDIA GPUs, the reference accelerator. Every step is a CUDA graph without torch.compile."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from vllm_gaudi_spec.devices.cuda.fp8 import CudaArithmetic
 
 
 def make_backend() -> DeviceBackend:
-    # vLLM's front end also creates a backend and must not open the card; these checks do not open it.
+    # vLLM's front end also creates a backend and must not open the card. These checks do not open it.
     if not torch.cuda.is_available() or find_spec("triton") is None:
         raise UnsupportedConfigError(
             "VGS_DEVICE=cuda needs an NVIDIA GPU, a torch built for it and Triton, which torch "
             f"{torch.__version__} here does not have; set VGS_DEVICE to cpu or hpu-emulated."
         )
-    # Without an index, this is the process's only card (`Platform.set_device`).
+    # A device without an index is the process's only card (`Platform.set_device`).
     device = torch.device("cuda")
     traits = DeviceTraits(
         name="cuda",
@@ -35,7 +35,7 @@ def make_backend() -> DeviceBackend:
         exact_context_width=True,
         smallest_prefill=32,
         decode_step=16,
-        # On an H200, 448 tokens (112 rows with 3 drafts) take longer than 512.
+        # On an H200, a step with 448 tokens (112 rows with 3 drafts each) takes longer than one with 512.
         decode_parts=2,
         prefill_step=128,
         prefill_rows=(1, 2, 4, 8, 16),
@@ -60,12 +60,12 @@ def make_backend() -> DeviceBackend:
 
 class CudaWeights(Weights):
     fp8_logits = CudaArithmetic
-    fp8_range = GAUDI3  # the range of every e4m3 number
+    fp8_range = GAUDI3  # the full range of e4m3
 
     def prepare_model(self, model: nn.Module) -> None:
         """Replace the methods of linear layers and the forward methods of decoder layers. Weights stay where they are.
 
-        Keep float32 products exact, as on every other device.
+        This also keeps float32 matmuls exact, as on every other device.
         """
         from vllm_gaudi_spec.devices.cuda import decoder, linear
 
@@ -79,12 +79,13 @@ class CudaAttention(PairAttention):
     def reads_slices(self, spec: AttentionLayerSpec) -> bool:
         from vllm_gaudi_spec.devices.cuda import prompts
 
-        # Other kernels read all keys separately for each row. This matters less in float32, for exact comparisons.
+        # Kernels other than those in `prompts` read all keys again for each row. That cost matters less in float32,
+        # which is used for exact comparisons.
         has_kernel = spec.value_size is None and not _needs_plain_torch(spec)
         return has_kernel and (spec.dtype == torch.float32 or prompts.supports(spec))
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor unchanged, because the kernel that writes it also makes it finite."""
+        """Return the tensor unchanged, because the kernel that writes it also replaces non-finite elements."""
         return tensor
 
     def write_kv(
@@ -116,5 +117,5 @@ class CudaAttention(PairAttention):
 
 
 def _needs_plain_torch(spec: AttentionLayerSpec) -> bool:
-    """Whether a layer has attention chunks, sinks, or slopes, which the kernel does not support."""
+    """Whether a layer has attention chunks, sinks, or ALiBi slopes, which the kernel does not support."""
     return spec.attention_chunk is not None or spec.sinks_H is not None or spec.slopes_H is not None

@@ -1,10 +1,10 @@
-"""Runs Llama-style decoder layers in fewer kernels.
+"""Runs Llama-style decoder layers with fewer kernels.
 
-Each norm is computed in the linear layer that reads it, each gated activation in the linear layer before it, and rotary
-embedding and KV writes in attention.
+Each norm is computed by the linear layer that reads its result, each gated activation by the linear layer before it,
+and rotary embeddings and KV writes by the attention kernel.
 
-A layer is recognized by its class's forward method and runs in the same way, except that its attention and MLP may
-receive inputs that are not yet normalized: both pass their inputs only to a linear layer.
+A layer is recognized by its class's forward method. It runs as before, except that its attention and MLP may receive
+inputs that are not yet normalized. Both pass their inputs only to a linear layer, which applies the norm.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _turns_halves(rotary: Any) -> bool:
 
 
 def _takes(layer: Any) -> bool:
-    """Whether the linear layers that read a layer's norms may compute them."""
+    """Whether the linear layers that read the results of a layer's norms can compute these norms."""
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
     return (
         type(layer.self_attn).forward in _ATTENTIONS
@@ -71,7 +71,7 @@ def _takes(layer: Any) -> bool:
 
 
 def _is_plain(layer: Any, cls: type) -> bool:
-    """Whether a layer is unquantized and not wrapped for adapters."""
+    """Whether a layer is unquantized and not wrapped for LoRA adapters."""
     return type(layer) is cls and isinstance(getattr(layer, "quant_method", None), linear.FewRowsLinear)
 
 

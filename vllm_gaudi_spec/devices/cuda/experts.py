@@ -1,4 +1,4 @@
-"""Torch's grouped product for mixtures of experts."""
+"""Torch's grouped matmul for mixture-of-experts layers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from vllm_gaudi_spec.devices.common.experts import Call, Fused, grouped
 from vllm_gaudi_spec.devices.common.layers import find_kernel
 
 _WITH_KERNEL = (9, 10)
-"""Major compute capability versions for which torch has a kernel (torch 2.11 and 2.13, GroupedBlas.cpp)."""
-# Measurements on an H100 (benchmarks/results/experts.json): sorting and restoring the order takes as long as reading
-# this many bytes of weights. Multiplying this many tokens by every expert takes as long as reading the weights again.
+"""Major compute capabilities for which torch has a kernel (torch 2.11 and 2.13, GroupedBlas.cpp)."""
+# Measured on an H100 (benchmarks/results/experts.json): sorting and restoring the order takes as long as reading this
+# many bytes of weights. Multiplying this many tokens by every expert takes as long as reading all weights again.
 _BYTES_OF_SORTING = 270e6
 _TOKENS_OF_READING = 400
 _FEWEST_BYTES = 400e6
-"""The size of the measured layer's weights in bytes; smaller layers are treated as this large."""
+"""The size of the measured layer's weights in bytes. Smaller layers are treated as if they had this size."""
 
 
 def fused() -> Fused | None:
@@ -34,9 +34,9 @@ def _serves(call: Call) -> bool:
 
 
 def _is_faster(call: Call) -> bool:
-    """Whether the grouped product is faster than sending every token through every expert.
+    """Whether the grouped matmul is faster than sending every token through every expert.
 
-    It reads only the experts that tokens choose, but with many tokens these are nearly all of the experts.
+    The grouped matmul reads only the experts that tokens choose. With many tokens, these are nearly all experts.
     """
     num_tokens, num_experts = call.weights_TE.shape
     sorting = _BYTES_OF_SORTING / max(call.w13_EJH.nbytes + call.w2_EHI.nbytes, _FEWEST_BYTES)
@@ -45,7 +45,7 @@ def _is_faster(call: Call) -> bool:
 
 
 def _takes(call: Call) -> bool:
-    """Whether torch has a kernel for a call; it requires rows to start at multiples of 16 bytes.
+    """Whether torch has a kernel for a call. The kernel requires each row to be aligned to 16 bytes.
 
     Without a kernel, torch reads the counts on the host, which a captured graph cannot do.
     """

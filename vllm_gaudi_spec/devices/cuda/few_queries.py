@@ -1,13 +1,13 @@
 """A layer's attention in one Triton kernel for rows with few queries: decodes, verify steps, and drafts.
 
-The kernel rotates queries and keys, writes keys and values, attends, and combines results from several instances. It
-reads earlier keys from the cache and new keys from the projection, so that no instance waits for another one's write.
-An instance reads its first keys before the preceding kernel has finished. This is safe because those keys are from an
-earlier forward pass, and between two passes there are kernels that do not start early, such as the embedding lookup.
-The same holds for the tensors that describe the call.
+The kernel rotates queries and keys, writes keys and values, computes attention, and combines results from several
+program instances. It reads earlier keys from the cache and new keys from the projection, so that no instance waits for
+another instance's write. An instance reads its first keys before the preceding kernel has finished. This is safe
+because those keys are from an earlier forward pass, and because some kernels between two forward passes, such as the
+embedding lookup, do not start early. The tensors that describe the call are read early for the same reason.
 
-Letters as in `attention`: B rows of Q queries, H heads in K groups of G, one per KV head; D head size; T = B * Q. The Q
-* G queries in a row that share a KV head are the lanes of a tile.
+Dimensions are named as in `attention`: B rows with Q queries each, H heads in K groups of G, one group per KV head; D
+head size; T = B * Q. The Q * G queries in a row that share a KV head are the lanes of a tile.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 MOST_QUERIES, MOST_LANES = 16, 64
-"""Limits for a row: its new keys must fit in one tile, and so must its lanes."""
+"""The limits for a row, whose new keys and lanes must each fit in one tile."""
 _MOST_ARRIVALS = 4096
-"""The maximum number of rows times KV heads for which keys may be split; above it, there is nothing to split."""
+"""The maximum number of rows times KV heads for which keys may be split. Above it, the GPU is full without splits."""
 _COMBINED = 8192
 """The number of partial values combined at once."""
 _LAUNCHED = 2048
-"""The maximum number of instances to launch if rows differ in length. Idle instances each take a little time. Because
-they mostly start last, a long row among short ones finishes later, but all other batches finish earlier."""
+"""The maximum number of instances to launch if rows differ in length. Each idle instance takes a little time. The last
+splits, most of which are idle, start last. This delays a long row among short ones but speeds up all other batches."""
 _ENOUGH_SPLITS = 4
-"""With more splits than this, as in batches with few rows, one long row does not delay the others."""
+"""With more splits than this, which occur in batches with few rows, one long row does not delay the others."""
 
 
 class Form(NamedTuple):
     """An instance's configuration."""
 
     key_tile_bytes: int
-    """The number of key bytes read at once, limited by the block."""
+    """The number of key bytes read at once, at most one KV block."""
     num_warps: int
     instances: int
     """The number of instances into which a batch with few rows is split."""
@@ -50,12 +50,12 @@ class Form(NamedTuple):
 
 # An H100 can hold 528 instances with 128 threads and 128 registers per thread.
 SHORT_HEADS = Form(8 << 10, 4, 528)
-"""Settings for head sizes up to 64. Twice as many parts, half as many warps, and tiles half as long were slower."""
+"""The configuration for head sizes up to 64. Doubling splits, halving warps, or halving tiles made it slower."""
 LONG_HEADS = Form(16 << 10, 4, 528)
 
 
 class Projected(NamedTuple):
-    """A forward pass's projected tokens. Each token's numbers are contiguous, head after head."""
+    """The projected tokens in a forward pass. Each token's elements are contiguous, head by head."""
 
     query_TH: torch.Tensor
     key_TK: torch.Tensor
@@ -64,8 +64,8 @@ class Projected(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Rotates the first `dim` numbers of each head in pairs `dim / 2` apart. `table` is [positions, cosines and
-    sines]."""
+    """Rotates the first `dim` elements of each head in pairs that are `dim / 2` apart. Each row of `table` holds a
+    position's cosines, followed by its sines."""
 
     positions_T: torch.Tensor
     table: torch.Tensor
@@ -92,7 +92,7 @@ def _get_arrivals(device: torch.device) -> torch.Tensor:
 def attend(
     projected: Projected, rotary: Rotary, kv: KVPair, call: AttentionCall, spec: AttentionLayerSpec
 ) -> torch.Tensor:
-    """Write keys and values to the cache, and return the attention output [T, H * D]."""
+    """Write keys and values to the cache and return the attention output [T, H * D]."""
     query_TH, key_TK, value_TK, slots_T = projected
     keys, values = kv.tensors()
     out_TH = query_TH.new_empty(query_TH.shape)
@@ -160,7 +160,7 @@ def attend(
 
 
 def _count_launched(even_splits: int, instances: int, reach: int, tile_n: int) -> int:
-    """Return how many instances to launch per row and KV head; only long rows use all of them.
+    """Return the number of instances to launch per row and KV head. Only long rows use all of them.
 
     `even_splits` is the number to launch if all rows have the same length.
     """
@@ -170,7 +170,7 @@ def _count_launched(even_splits: int, instances: int, reach: int, tile_n: int) -
     return min(max(even_splits, 2, _LAUNCHED // instances), triton.cdiv(reach, tile_n), attention.MOST_SPLITS)
 
 
-# These arguments are not constants, so that one compilation serves all batch sizes.
+# Do not specialize these arguments, so that one compilation works for all batch sizes.
 @triton.jit(do_not_specialize=["queries", "rows", "splits", "even_splits"])
 def _attend(
     query_ptr,
@@ -233,7 +233,7 @@ def _attend(
     position_Q = tl.load(positions_ptr + token_Q, mask=offset_Q < queries, other=0)
     slot_Q = tl.load(slots_ptr + token_Q, mask=offset_Q < queries, other=0)
 
-    # Find the earlier keys that any lane attends to, and then this split's share of them, in whole tiles.
+    # Find the range of earlier keys that any lane attends to, and then this split's share of it in whole tiles.
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(start - WINDOW + 1, 0) // TILE_N * TILE_N
@@ -245,8 +245,8 @@ def _attend(
     share = tl.cdiv(tiles, used_splits) * TILE_N
     low = begin + split * share
     high = tl.minimum(low + share, start)
-    # New keys belong to the split after the last share with earlier keys, if there is one. Later splits have no work,
-    # because a bucket's longest row determines the number of splits. They exit before they load or wait for anything.
+    # The new keys belong to the split after the last one with earlier keys or, if there is none, to the last split.
+    # Later splits have no work, because a bucket's longest row determines their number. They exit before any load.
     last = tl.minimum(tl.cdiv(start - begin, tl.maximum(share, 1)), used_splits - 1)
     if split > last:
         return
@@ -255,7 +255,7 @@ def _attend(
     cos_QD, sin_QD = _load_angles(position_Q, used_Q, rotary_ptr, HALF, TILE_D)
     exists_N = low + tl.arange(0, TILE_N) < high
     keys_ND, values_ND = attention.load_keys(
-        # A share may begin after the last key, where the row's blocks end.
+        # A share may begin after the last key, where the row has no more KV blocks.
         tl.where(low < high, low, 0),
         exists_N,
         table_ptr + row * table_stride,
@@ -271,7 +271,7 @@ def _attend(
     )
 
     launch.wait(EARLY)
-    # Load at once everything that other kernels wrote.
+    # Load all data from other kernels together, so that the latencies overlap.
     new_QD = head * HEAD_SIZE + dim_D[None, :]
     used_QD = used_Q[:, None] & (dim_D < HEAD_SIZE)[None, :]
     value_QD = tl.load(value_ptr + token_Q[:, None] * value_stride + new_QD, mask=used_QD, other=0.0)
@@ -358,7 +358,7 @@ def _attend(
 
 @triton.jit
 def _average_tiles(starts_ptr, rows, even_splits, WINDOW: tl.constexpr, TILE_N: tl.constexpr):
-    """Return the number of tiles per instance if all rows had the average length, at least 1."""
+    """Return the number of tiles that each instance would have if all rows had the average length, at least 1."""
     total = 0
     # A warp adds 32 lengths without waiting for the other warps.
     for first in range(0, rows, 32):
@@ -373,7 +373,7 @@ def _average_tiles(starts_ptr, rows, even_splits, WINDOW: tl.constexpr, TILE_N: 
 
 @triton.jit
 def _load_angles(position_X, used_X, rotary_ptr, HALF: tl.constexpr, TILE_D: tl.constexpr):
-    """Load cosines and sines, or 1 and 0 for numbers that do not rotate."""
+    """Load cosines and sines, or 1 and 0 for elements that do not rotate."""
     dim_D = tl.arange(0, TILE_D)
     entry_XD = rotary_ptr + position_X[:, None] * (2 * HALF) + dim_D[None, :] % HALF
     turns_XD = used_X[:, None] & (dim_D < 2 * HALF)[None, :]
@@ -392,7 +392,7 @@ def _load_rotated(
     HALF: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    """Load heads starting at `at_X` and rotate them, reading each number together with its rotation partner."""
+    """Load the heads that start at `at_X` and rotate them, reading each element together with its rotation partner."""
     dim_D = tl.arange(0, TILE_D)
     other_D = tl.where(dim_D < HALF, dim_D + HALF, tl.where(dim_D < 2 * HALF, dim_D - HALF, dim_D))
     used_XD = used_X[:, None] & (dim_D < HEAD_SIZE)[None, :]
@@ -420,9 +420,9 @@ def _combine(
     TILE_S: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    """Combine the parts of a row and KV head, in an order that does not depend on which instance arrived last.
+    """Combine the partial results for a row and KV head in an order independent of the instances' arrival.
 
-    Reads bypass this multiprocessor's own cache, which does not reflect stores from other instances.
+    Reads bypass the multiprocessor's L1 cache, which does not reflect stores from other instances.
     """
     dim_D = tl.arange(0, TILE_D)
     lane_L = tl.arange(0, TILE_L)
@@ -445,7 +445,7 @@ def _combine(
             cache_modifier=".cg",
         )
         new_max_L = tl.maximum(max_L, tl.max(max_LS, 1))
-        # A split without keys for a query has the lowest maximum, and thus no weight if another split has keys.
+        # A split without keys for a query has the lowest possible maximum and thus no weight if another split has keys.
         weight_LS = tl.exp2(max_LS - new_max_L[:, None])
         rescale_L = tl.exp2(max_L - new_max_L)
         sum_L = sum_L * rescale_L + tl.sum(sum_LS * weight_LS, 1)

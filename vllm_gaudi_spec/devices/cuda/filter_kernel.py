@@ -1,9 +1,9 @@
-"""The filters from `sampling/filters.py` in Triton: one launch, with an instance per position.
+"""The filters from `sampling/filters.py` in Triton: one launch with one program instance per position.
 
-An instance reads its row, which stays in the L2 cache, as often as its search requires: about ten times for a language
-model's row. All sums over a row are computed in the same order, regardless of other rows.
+Each instance reads its row of logits as often as its search requires, which is about ten times for a language model.
+The row stays in the L2 cache. All sums over a row are computed in the same order, regardless of other rows.
 
-Thresholds are keys: integers that sort in the same order as the float32 logits.
+Thresholds are represented as keys: integers that sort in the same order as the float32 logits.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 
 _BY_VALUE = tl.constexpr(14)
-"""The number of rounds that bisect an interval of logits, across which real logits spread; later rounds bisect keys."""
+"""The number of search rounds that divide an interval of logit values, across which real logits are spread. Later
+rounds divide an interval of keys."""
 _FAR = tl.constexpr(32.0)
-"""How far below the most likely token's logit the first thresholds are tried."""
+"""The maximum distance below the highest logit at which the first thresholds are tried."""
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def _weights(values, peak, IS_COUNT: tl.constexpr):
 
 @triton.jit
 def _mass(row, vocab, peak, threshold, CHUNK: tl.constexpr):
-    """Return the mass of the tokens at or above a threshold."""
+    """Return the probability mass of the tokens at or above a threshold."""
     offsets = tl.arange(0, CHUNK)
     weight = tl.zeros((CHUNK,), tl.float32)
     for start in range(0, vocab, CHUNK):
@@ -48,9 +49,10 @@ def _mass(row, vocab, peak, threshold, CHUNK: tl.constexpr):
 
 @triton.jit
 def _search(row, vocab, peak, floor, target, IS_COUNT: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the largest logit at or above which the mass is `target`, or `floor` if the mass above it suffices."""
+    """Return the largest logit, at least `floor`, such that the tokens at or above it have the required mass
+    `target`."""
     offsets = tl.arange(0, CHUNK)
-    # Invariant: the mass at or above `low` suffices, and the mass at or above `high` does not.
+    # Invariant: the tokens at or above `low` have enough mass, and those at or above `high` do not.
     low = _key_of(floor).to(tl.int64)
     high = _key_of(peak).to(tl.int64) + 1
     rounds = 0
@@ -84,7 +86,7 @@ def _search(row, vocab, peak, floor, target, IS_COUNT: tl.constexpr, CHUNK: tl.c
             above_third += tl.where(values >= third_value, weights, 0.0)
             least = tl.minimum(least, tl.where(values >= low_value, values, float("inf")))
             largest = tl.maximum(largest, tl.where(values <= high_value, values, float("-inf")))
-        # Move the ends of the interval to logits that occur.
+        # Move the ends of the interval to logits that occur in the row.
         low = tl.maximum(low, _key_of(tl.min(least, axis=0)).to(tl.int64))
         high = tl.minimum(high, _key_of(tl.max(largest, axis=0)).to(tl.int64) + 1)
         if tl.sum(above_first, axis=0) >= target:
@@ -103,7 +105,7 @@ def _search(row, vocab, peak, floor, target, IS_COUNT: tl.constexpr, CHUNK: tl.c
     return _value_of(low.to(tl.int32))
 
 
-# This argument is not a constant, so that one compilation serves every number of positions.
+# Do not specialize this argument, so that one compilation works for every number of positions.
 @triton.jit(do_not_specialize=["num_positions"])
 def filter_kernel(
     logits,
@@ -123,9 +125,9 @@ def filter_kernel(
     SOME: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Copy a row, replacing tokens that its filters exclude with minus infinity.
+    """Copy a row of logits, replacing those of excluded tokens with minus infinity.
 
-    With SOME, only sampled positions are copied.
+    If SOME is set, only positions that will be sampled are copied.
     """
     position = tl.program_id(0).to(tl.int64)
     b, q = position // num_positions, position % num_positions

@@ -1,4 +1,4 @@
-"""FP8 products with torch's kernel, for a drafter's output matrix. Their benefit for other layers was not measured."""
+"""FP8 matmuls with torch's kernel for a drafter's output matrix. Their benefit for other layers was not measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WITH_FP8 = (8, 9)
 
 
 class CudaArithmetic:
-    """Implements `quantization.fp8.Arithmetic` with torch's e4m3 numbers."""
+    """Implements `quantization.fp8.Arithmetic` with torch's e4m3 dtype."""
 
     matmul = PLAIN.matmul_qk
 
@@ -39,8 +39,8 @@ class CudaArithmetic:
     def multiply(
         self, x: torch.Tensor, y: torch.Tensor, x_scale: torch.Tensor, y_scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        # The kernel's row and column scales exclude a float32 result, so apply the scales afterwards. As with the
-        # original matrix, logits stay in float32: in `dtype`, the best two would often be equal.
+        # The kernel does not support a float32 result with row and column scales, so apply the scales afterwards. As
+        # with the original matrix, logits stay in float32. In `dtype`, the best two logits would often be equal.
         one = torch.ones((), device=x.device)
         out: torch.Tensor = torch._scaled_mm(x, y, scale_a=one, scale_b=one, out_dtype=torch.float32)
         return out * (x_scale * y_scale)

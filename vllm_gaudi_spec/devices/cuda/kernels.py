@@ -1,4 +1,4 @@
-"""Small Triton kernels for operations between a model's matrices: norms, rotary embedding, and gated activation."""
+"""Small Triton kernels for operations between matmuls: norms, rotary embeddings, and gated activations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of the sum, and the sum itself."""
+    """Return the norm of `x + residual` and the sum itself."""
     rows, others = x.reshape(-1, x.shape[-1]), residual.reshape(-1, x.shape[-1])
     out, added = torch.empty_like(rows), torch.empty_like(rows)
     _norm[(rows.shape[0],)](
@@ -93,9 +93,9 @@ def rotate(
     table: torch.Tensor,
     rotary_dim: int,
 ) -> None:
-    """Rotate the first `rotary_dim` numbers of each head in place, in pairs `rotary_dim / 2` apart.
+    """Rotate the first `rotary_dim` elements of each head in place, in pairs that are `rotary_dim / 2` apart.
 
-    `table` is [positions, cosines and sines].
+    Each row of `table` holds a position's cosines, followed by its sines.
     """
     other = query_THD if key_TKD is None else key_TKD
     heads, half = max(query_THD.shape[1], other.shape[1]), rotary_dim // 2
@@ -159,7 +159,7 @@ def _rotate(
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Apply silu to the first half of the last dimension, and multiply the result by the second half."""
+    """Apply silu to the first half of the last dimension and multiply the result by the second half."""
     rows = x.reshape(-1, x.shape[-1])
     size, tile = x.shape[-1] // 2, 1024
     out = rows.new_empty((rows.shape[0], size))
@@ -181,6 +181,6 @@ def _silu_and_mul(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, TILE: tl.constex
 
 @triton.jit
 def gate(x):
-    """Compute silu, rounding it before it is multiplied, as vLLM does."""
+    """Compute silu and round the result before it is multiplied, as vLLM does."""
     wide = x.to(tl.float32)
     return (wide / (1.0 + tl.exp(-wide))).to(x.dtype)

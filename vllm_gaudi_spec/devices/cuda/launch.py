@@ -1,7 +1,7 @@
-"""Programmatic dependent launch: to hide launch costs, a kernel starts before the preceding one has finished.
+"""Programmatic dependent launch: a kernel starts before the preceding one has finished, which hides launch costs.
 
-Such a kernel waits for the preceding one itself, and can first do work that does not depend on it, such as reading
-weights. CUDA graphs record this dependency.
+The kernel itself waits for the preceding one. Before that, it can do work that does not depend on the preceding kernel,
+such as reading weights. CUDA graphs record this dependency.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def let_next_start(EARLY: tl.constexpr):
 
 @triton.jit
 def wait(EARLY: tl.constexpr):
-    """Wait, before the first access to data that another kernel wrote or may still read.
+    """Wait for the preceding kernel before the first access to data that another kernel wrote or may still read.
 
-    Every instance that does any work must call this. A later kernel waits only for this one to finish, which must
-    therefore not happen before all preceding kernels have finished.
+    Every instance that does any work must call this. A later kernel waits only for this kernel, which must therefore
+    not finish before all preceding kernels have finished.
     """
     if EARLY:
         gdc_wait()
@@ -44,14 +44,14 @@ def wait(EARLY: tl.constexpr):
 
 @triton.jit
 def begin(EARLY: tl.constexpr):
-    """Let the next kernel start, and wait. For kernels that have no work to do before waiting."""
+    """Let the next kernel start, then wait. Use this in kernels that have no work to do before waiting."""
     let_next_start(EARLY)
     wait(EARLY)
 
 
 @triton.jit
 def fetch(pointers, EARLY: tl.constexpr):
-    """Prefetch memory that no kernel writes into the cache, before `wait`."""
+    """Prefetch memory into the cache before `wait`. No kernel may write to this memory."""
     if EARLY:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",

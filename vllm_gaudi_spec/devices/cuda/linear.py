@@ -1,9 +1,9 @@
 """Linear layers for few rows: Triton kernels that read each weight once and are faster than library kernels.
 
-N outputs, K inputs, M rows. With few rows, the cost is that of reading memory, and a kernel may start to read its
-weight while the preceding kernel is still running. With one or two rows, an instance computes a few outputs from all of
-their inputs, and may compute the preceding norm as well. With more rows, matrix units multiply; if there are few
-outputs, several instances share an output's inputs, and the last instance adds up the results.
+N outputs, K inputs, M rows. With few rows, the cost is dominated by reading memory, so a kernel may start to read its
+weight while the preceding kernel is still running. With one or two rows, each program instance computes a few outputs
+from all of their inputs and may also compute the preceding norm. With more rows, the kernel uses tensor cores. If there
+are few outputs, several instances split each output's inputs, and the last instance to finish adds up the results.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from vllm_gaudi_spec.upstream.layers import (
 )
 
 FEW_ROWS = 2
-"""Up to this many rows, the kernel without matrix units is faster."""
+"""Up to this many rows, the kernel without tensor cores is faster."""
 _MANY_INPUTS = 4096
-"""From this many inputs on, that kernel is faster only for one row: an 8B model's steps took 5.5 ms with two rows on an
-H200, but 4.6 ms with three, which the matrix units multiply."""
+"""With this many inputs or more, the kernel without tensor cores is faster only for one row. On an H200, an 8B model's
+steps took 5.5 ms with two rows but 4.6 ms with three, which use tensor cores."""
 SOME_ROWS = 64
-"""Up to this many rows, the kernel with matrix units is faster for some layers."""
+"""Up to this many rows, the kernel with tensor cores is faster for some layers."""
 MOST_NORMED = 1024
-"""Up to this many inputs, an instance computes the norm itself, from registers."""
+"""Up to this many inputs, each instance computes the norm itself from values in registers."""
 
 
 class Unnormed:
-    """The deferred norm of `x`, or of its sum with a residual. A linear layer in this file computes it while
+    """The deferred norm of `x` or of its sum with a residual. The linear layer that reads it computes the norm while
     reading."""
 
     def __init__(self, x: torch.Tensor, residual: torch.Tensor | None, weight_K: torch.Tensor, epsilon: float) -> None:
@@ -45,7 +45,7 @@ class Unnormed:
         self.weight_K = weight_K
         self.epsilon = epsilon
         self.added = self.x if residual is None else torch.empty_like(self.x)
-        """The sum, once the layer has run."""
+        """The sum, which is valid once the linear layer has run."""
 
 
 def linear(
@@ -58,8 +58,8 @@ def linear(
 ) -> torch.Tensor:
     """Compute `torch.nn.functional.linear` with the fastest kernel for these sizes.
 
-    With `gated`, the result is silu of the first half of the outputs times the second half. `dtype` is float32 for a
-    float32 result from 16-bit weights, or None for the dtype of `x`; it cannot be combined with `gated` or a norm.
+    If `gated` is set, the result is silu of the first half of the outputs times the second half. `dtype` is float32 for
+    a float32 result from 16-bit weights, or None for the dtype of `x`. It cannot be combined with `gated` or a norm.
     """
     if isinstance(x, Unnormed):
         return multiply_few_rows(x, weight_NK, bias_N, gated=gated)
@@ -91,7 +91,7 @@ class _Tile(NamedTuple):
 
     @classmethod
     def choose(cls, num_outputs: int, num_inputs: int, *, is_normed: bool, gated: bool) -> _Tile:
-        """Choose a tile that was fastest or nearly fastest among ten, for two models' layers on an H100."""
+        """Choose a tile that was among the fastest of ten candidates for two models' layers on an H100."""
         if gated:
             return _GATED if num_inputs <= 1024 else cls(1, 2048, 8)
         if num_inputs > 1024:
@@ -110,7 +110,7 @@ def multiply_few_rows(
     gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiply one or two rows. `dtype` is the result's dtype, by default that of `x`; a norm rules it out."""
+    """Multiply one or two rows. `dtype` is the result's dtype, by default that of `x`. It must be None with a norm."""
     norm = x if isinstance(x, Unnormed) else None
     rows = x.x if isinstance(x, Unnormed) else x
     x_MK = rows.reshape(-1, rows.shape[-1])
@@ -176,7 +176,7 @@ def _few_rows(
     used_N = output_N < num_outputs
     dtype = out_ptr.dtype.element_ty
     at_NK = weight_ptr + output_N.to(tl.int64)[:, None] * weight_stride + input_K[None, :]
-    # The distance to the second half of a gated layer's outputs.
+    # The offset to the weights for the second half of a gated layer's outputs.
     half = num_outputs * weight_stride
     used_NK = used_N[:, None] & (input_K < num_inputs)[None, :]
     weight_NK = tl.load(at_NK, mask=used_NK, other=0.0)
@@ -197,7 +197,7 @@ def _few_rows(
             # Round where a separate norm would round.
             x_K = ((x_K * scale).to(dtype) * norm_K).to(tl.float32)
             for part in tl.static_range(parts):
-                # Triton does not unpack tuples.
+                # Triton does not support tuple unpacking.
                 total_NK = weights[part].to(tl.float32) * x_K[None, :]
                 sums = sums + (total_NK,)  # type: ignore[assignment]  # noqa: RUF005
     else:
@@ -211,7 +211,7 @@ def _few_rows(
                     total_NK = sums[row * parts + part] + weights[part].to(tl.float32) * x_K.to(tl.float32)[None, :]
                     more = more + (total_NK,)  # type: ignore[assignment]  # noqa: RUF005
             sums = more
-            # Load the next part, which is fully masked after the last one.
+            # Load the next part. After the last part, this load is fully masked.
             next_NK = at_NK + start + TILE_K
             follows_NK = used_N[:, None] & (start + TILE_K + input_K < num_inputs)[None, :]
             weight_NK = tl.load(next_NK, mask=follows_NK, other=0.0)
@@ -236,11 +236,11 @@ _AT_ONCE = 264
 """The number of instances that run at once on an H100."""
 _MOST_STAGES = 8
 _MOST_TILES = 16
-"""The maximum number of output tiles for which instances share inputs."""
+"""The maximum number of output tiles for which several instances split the inputs."""
 
 
 def _num_splits(num_rows: int, weight_NK: torch.Tensor, *, gated: bool) -> int:
-    """Return how many instances share an output's inputs, or 0 to use a library kernel.
+    """Return the number of instances that split an output's inputs, or 0 to use a library kernel.
 
     The choice is based on timings for two models' layers on an H100.
     """
@@ -271,7 +271,7 @@ def multiply_some_rows(
     gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiply up to `SOME_ROWS` rows. `dtype` is the result's dtype, by default that of `x`."""
+    """Multiply up to `SOME_ROWS` rows by a weight. `dtype` is the result's dtype, by default that of `x`."""
     x_MK = x.reshape(-1, x.shape[-1])
     (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
     num_tiles = triton.cdiv(num_outputs, _TILE_N)
@@ -296,7 +296,7 @@ def multiply_some_rows(
         BIAS=bias_N is not None,
         GATED=gated,
         SPLITS=splits,
-        # This pays off only if all instances run at once.
+        # Prefetching pays off only if all instances run at once.
         AHEAD=8 if num_tiles * splits <= _AT_ONCE else 0,
         TILE_M=tile_m,
         TILE_N=_TILE_N,
@@ -309,20 +309,20 @@ def multiply_some_rows(
 
 
 def _num_stages(tile_m: int, splits: int, device: torch.device) -> int:
-    """Return how many tiles an instance reads ahead.
+    """Return the number of tiles that an instance reads ahead.
 
-    Instances that share outputs are few, so each can use all of a multiprocessor's shared memory. Otherwise, two
-    instances divide it between them.
+    If inputs are split, there are few instances, so each can use all of a multiprocessor's shared memory. Otherwise,
+    two instances share it.
     """
     if splits == 1:
         return 4 if tile_m <= 32 else 3
-    # Inputs and weights take two bytes each.
+    # Inputs and weights take two bytes per element.
     return min(_MOST_STAGES, _get_shared_memory(device) // (2 * _TILE_K * (_TILE_N + tile_m)))
 
 
 @cache
 def _get_shared_memory(device: torch.device) -> int:
-    """Return how many bytes of shared memory an instance can use."""
+    """Return the number of bytes of shared memory that an instance can use."""
     if device.type != "cuda":
         return 96 << 10
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
@@ -360,7 +360,7 @@ def _some_rows(
         # The first half of a tile holds gates, and the second half holds the values that they multiply.
         output_N = tl.program_id(0) * half + lane_N % half + lane_N // half * num_outputs
     else:
-        # Lanes after the last output repeat it, but store nothing.
+        # Lanes past the last output recompute it but store nothing.
         output_N = tl.minimum(tl.program_id(0) * TILE_N + lane_N, num_outputs - 1)
     share = tl.cdiv(num_inputs, SPLITS * TILE_K) * TILE_K
     begin = tl.program_id(1) * share
@@ -389,7 +389,7 @@ def _some_rows(
         if is_last:
             tl.store(arrivals_ptr + tl.program_id(0), 0)
             sums_NM = tl.zeros((TILE_N, TILE_M), tl.float32)
-            # Add in an order that does not depend on which instance arrived last.
+            # Add the partial results in an order that does not depend on which instance arrived last.
             for split in tl.static_range(SPLITS):
                 sums_NM += tl.load(part_NM + split * size, mask=used_NM, other=0.0)
     if BIAS:
@@ -418,7 +418,7 @@ class _FewRowsEmbedding(UnquantizedEmbeddingMethod):
     """The method for embedding tables and output matrices."""
 
     def apply(self, layer: VocabParallelEmbedding, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        # If logits were rounded to 16 bits, the two best ones would often be equal.
+        # If logits were rounded to 16 bits, the best two would often be equal.
         return linear(x, layer.weight, bias, dtype=torch.float32 if layer.weight.itemsize == 2 else None)
 
 
@@ -426,7 +426,7 @@ _METHODS = {UnquantizedLinearMethod: FewRowsLinear, UnquantizedEmbeddingMethod: 
 
 
 def install(model: nn.Module) -> None:
-    """Replace the methods of a model's unquantized layers; other layers keep theirs."""
+    """Replace the methods of a model's unquantized layers. Other layers keep their own methods."""
     layer: Any
     for layer in model.modules():
         method = _METHODS.get(type(getattr(layer, "quant_method", None)))

@@ -1,6 +1,6 @@
-"""Prompt chunk attention with FlashAttention. Letters as in attention.py.
+"""Attention for prompt chunks with FlashAttention. Dimensions are named as in attention.py.
 
-Rows that continue one another (`vllm_gaudi_spec.slices`) are rejoined, so that a tile can span several rows.
+Rows that hold consecutive slices (`vllm_gaudi_spec.slices`) are rejoined, so that a tile can span several rows.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 _FEWEST_QUERIES = 32
-"""The minimum number of queries per row: verify steps have fewer, prompt chunks and their slices at least this many."""
+"""The minimum number of queries per row. Prompt chunks and their slices reach it, whereas verify steps do not."""
 _FEWEST_LANES = 512 * 32
-"""With fewer queries across all rows and heads, a GPU is full only if keys are split, as in attention.py."""
+"""The minimum number of queries across all rows and heads. With fewer, filling the GPU requires splitting the keys."""
 
 
 class Sequences(NamedTuple):
-    """B sequences with adjacent queries. The last sequences are empty if rows were joined."""
+    """B sequences whose queries are contiguous. The last sequences are empty if rows were joined."""
 
     ends_S: torch.Tensor
-    """int32 [B + 1]: cumulative numbers of queries, starting at 0."""
+    """int32 [B + 1]: cumulative query counts, starting at 0."""
     lengths_B: torch.Tensor
-    """int32: number of keys, including padding in the sequence's last row."""
+    """int32: number of keys in each sequence, including padding in the sequence's last row."""
     block_table_BW: torch.Tensor
 
 
 def supports(spec: AttentionLayerSpec) -> bool:
-    """Whether `attend` supports the layer's prompt chunks, if the layer is causal."""
+    """Whether `attend` supports the layer's prompt chunks. The layer must be causal."""
     return (
         spec.dtype in (torch.bfloat16, torch.float16)
         and spec.kv_dtype is None
@@ -43,7 +43,7 @@ def supports(spec: AttentionLayerSpec) -> bool:
 
 
 def takes(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
-    """Whether `attend` supports the call and is faster."""
+    """Whether `attend` supports the call and is the faster choice."""
     has_enough = call.num_rows * call.num_queries * spec.num_heads >= _FEWEST_LANES
     return call.num_queries >= _FEWEST_QUERIES and has_enough and spec.is_causal and supports(spec)
 
@@ -71,13 +71,13 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
 
 
 def join_rows(call: AttentionCall) -> Sequences:
-    """Join rows that have the same blocks and begin where the preceding row ends."""
+    """Join each row with the preceding one if both have the same KV blocks and it begins where that row ends."""
     queries, num_tokens = call.num_queries, call.num_rows * call.num_queries
     starts_B, table_BW = call.starts_B, call.block_table_BW
     continues = (table_BW[1:] == table_BW[:-1]).all(dim=1) & (starts_B[1:] == starts_B[:-1] + queries)
     begins_B = torch.cat([continues.new_ones(1), ~continues])
     sequence_B = begins_B.cumsum(0) - 1
-    # Rows that continue a sequence only rewrite the last entry.
+    # Rows that continue a sequence have no entry of their own, so they rewrite the last one.
     first_B = torch.arange(call.num_rows, device=starts_B.device, dtype=torch.int32) * queries
     ends_S = torch.full((call.num_rows + 1,), num_tokens, device=starts_B.device, dtype=torch.int32)
     ends_S.scatter_(

@@ -1,8 +1,8 @@
-"""The noise defined in `sampling/noise.py` as Triton code, and races: the argmax of logits plus noise.
+"""The noise from `sampling/noise.py` in Triton, and races, which find the argmax of logits plus noise.
 
-A race needs two logarithms per token, which would take longer than reading the logits. Therefore, groups of tokens in a
-row are ranked by an upper bound on their best score, which needs no logarithm. Scores are computed only for groups that
-can contain the winner, nearly always a single group.
+A race needs two logarithms per token, which would take longer than reading the logits. Therefore, groups of tokens are
+ranked by an upper bound on their best score, which needs no logarithm. Scores are computed only for groups that can
+contain the winner. There is nearly always only one such group.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 _STREAM_ACCEPT = tl.constexpr(1)
-# The number of tokens scored at once; more would take registers that loads need.
+# The number of tokens scored at once. Scoring more would take registers that loads need.
 PIECE = tl.constexpr(512)
 
 # --- noise: sampling/noise.py in unsigned integers ---
@@ -45,13 +45,13 @@ def hash_position(low, high, position, STREAM: tl.constexpr):
     hashed = _mix(position.to(tl.uint32, bitcast=True) * 0x85EBCA6B + STREAM * 0x27D4EB2F)
     first = _mix(hashed ^ low)
     second = _mix(first + high)
-    # The last shift in one finalizer and the first in the next cancel except for these bits.
+    # The last shift in one hash finalizer and the first in the next cancel out, except for these bits.
     return first, second ^ (second >> 16)
 
 
 @triton.jit
 def hash_from(first, number):
-    """Return `first` for tokens counted from `number`."""
+    """Return `first`, adjusted for token IDs that are counted from `number`."""
     return first + number.to(tl.uint32, bitcast=True) * 0x9E3779B1
 
 
@@ -79,17 +79,17 @@ def _unit(hashed):
 def _gumbel(hashed):
     unit = tl.minimum(_unit(hashed), 0.99999994)
     left = 1.0 - unit
-    # log1p: the division restores what was rounded away in 1 - unit.
+    # Compute log1p: the division compensates for rounding in 1 - unit.
     exponential = tl.where(left == 1.0, unit, -tl.log(left) * (unit / (1.0 - left)))
     return -tl.log(exponential)
 
 
 @triton.jit
 def _rough_gumbel(hashed):
-    """Return an upper bound on `_gumbel`, which rarely exceeds it by more than 0.1 where it is large.
+    """Return an upper bound on `_gumbel`. Where the noise is large, the bound is rarely more than 0.1 too high.
 
-    This is -log(u), using the float's own bits as its base-2 logarithm, without rounding u up. The caller adds
-    `_ROUGH_OFFSET`.
+    The bound is -log(u), where u is not rounded up and the float's own bits serve as its base-2 logarithm. The caller
+    adds `_ROUGH_OFFSET`.
     """
     return hashed.to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32) * -8.262958294867817e-08
 
@@ -109,7 +109,7 @@ def uniform(low, high, positions):
 
 @triton.jit
 def load_values(row, probs_row, tokens, vocab, from_residual, peak, scale):
-    """Load logits or residual logarithms. The residual is the excess of target over draft probabilities."""
+    """Load logits or log residuals. The residual is the excess of target probabilities over draft probabilities."""
     mask = tokens < vocab
     values = tl.load(row + tokens, mask=mask, other=float("-inf")).to(tl.float32)
     if from_residual:
@@ -161,9 +161,9 @@ def find_winner(
     WIDTH: tl.constexpr,
     PADDED_BOUNDS: tl.constexpr,
 ):
-    """Return the token with the best score, and that score; or token 0 and -inf if no token has one.
+    """Return the token with the best score and that score, or token 0 and -inf if no token has a score.
 
-    A bound covers SPAN tokens: WIDTH adjacent tokens in every STRIDE, which the tokens of neighboring bounds share.
+    Each bound covers SPAN tokens: WIDTH adjacent tokens in every STRIDE. Neighboring bounds cover the rest of a stride.
     """
     bound_indices = tl.arange(0, PADDED_BOUNDS)
     left = tl.load(bounds + bound_indices, mask=bound_indices < num_bounds, other=float("-inf"), cache_modifier=".cg")

@@ -1,6 +1,6 @@
-"""The functions from `attention/row_operations.py` as one Triton kernel each.
+"""The functions from `attention/row_operations.py`, each as a single Triton kernel.
 
-The kernels are short, and none starts early (`launch.py`), because attention reads positions and slots before it waits.
+The short kernels do not start early (`launch.py`), because attention reads positions and slots before it waits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST_TOKENS = 1 << 31
 
 
 def _make_contiguous(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Make tensors contiguous: some are columns of a tensor that was copied from the host as a whole."""
+    """Make tensors contiguous, because some are columns of a larger tensor that was copied from the host."""
     return (tensor.contiguous() for tensor in tensors)
 
 

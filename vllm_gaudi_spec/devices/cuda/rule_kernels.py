@@ -1,12 +1,12 @@
 """Triton kernels for the acceptance rules, called by `rules.py`. `sampling/` is the reference implementation.
 
-A kernel reads its rows once, in chunks, with PARTS chunks per instance. The last instance that arrives at a row
-finishes it, and the last that finishes a row of a request verifies the request: additional launches for the few
-remaining numbers would cost more than reading 64 MB of logits. Arrivals are counted in `arrivals`, which is zero before
+Each kernel reads its rows once, in chunks, with PARTS chunks per instance. The last instance to arrive at a row
+finishes the row, and the last one to finish a row of a request verifies the request. Additional launches for the few
+remaining values would cost more than reading 64 MB of logits. Arrivals are counted in `arrivals`, which is zero before
 and after each kernel. `races.py` finds the best token.
 
-Names: an instance has one `tl.program_id`; a row is one position in a request; b counts requests, `vocab` tokens,
-`num_chunks` chunks of CHUNK tokens per row.
+Names: an instance is a Triton program with its own `tl.program_id`; a row is one position in a request; b is the
+request's index, `vocab` the number of tokens, and `num_chunks` the number of chunks of CHUNK tokens per row.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from vllm_gaudi_spec.devices.cuda.races import (
 
 _STREAM_TARGET = tl.constexpr(0)
 _STREAM_RESIDUAL = tl.constexpr(3)
-# An instance that read nothing adds this to its row's arrivals.
+# An instance that skipped its chunks adds this to its row's arrivals.
 _UNREAD = tl.constexpr(1 << 16)
 # If position 0 ends its request, it adds this to the request's arrivals; position 1 adds twice as much, and so on.
-# There is room for 22 positions; 16 drafts need 17.
+# There is room for 22 positions, and 16 drafts need only 17.
 _END = tl.constexpr(1 << 8)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
@@ -49,7 +49,7 @@ def _is_last(arrivals, expected):
 # --- strict ---
 
 
-# These arguments are not constants, so that one compilation serves every number of requests and drafts.
+# Do not specialize these arguments, so that one compilation works for all numbers of requests and drafts.
 @triton.jit(do_not_specialize=["num_requests", "num_positions", "num_instances"])
 def strict_kernel(
     logits,
@@ -81,11 +81,11 @@ def strict_kernel(
     SPAN: tl.constexpr,
     PADDED_BOUNDS: tl.constexpr,
 ):
-    """Sample every position; with VERIFY, count the drafts that equal their samples.
+    """Sample at every position. If VERIFY is set, count the drafts that equal their samples.
 
-    First positions come first. Positions after one that is known to end its request are skipped. The last draft ends a
-    request, and so does a wrong draft, which instances with LOOK check for. Above the number of finished positions,
-    `arrivals` has a bit for each position that ends the request.
+    The first positions of all requests are processed first. A position ends its request if it has no draft or a wrong
+    one. If LOOK is set, instances check for that and skip all later positions. In `arrivals`, the bits above the number
+    of finished positions mark the positions that end the request.
     """
     bounds_each: tl.constexpr = PARTS * CHUNK // SPAN
     part, row_index = tl.program_id(0) % num_instances, tl.program_id(0) // num_instances
@@ -103,7 +103,7 @@ def strict_kernel(
         num = tl.load(num_drafts + b)
         is_needed = q <= num
         if LOOK:
-            # Other instances may change it in the meantime; an atomic returns the same value to all threads.
+            # Other instances may change this value concurrently. An atomic returns the same value to all threads.
             ended = tl.atomic_or(arrivals + b, 0, sem="relaxed") // _END
             is_needed = is_needed & ((ended & ((1 << q) - 1)) == 0)
     arrival = 1 + _UNREAD
@@ -119,7 +119,7 @@ def strict_kernel(
             if RANDOM:
                 own_first = hash_from(first, start + begin)
             bound = tl.maximum(bound, compute_bound(values, tokens, random, own_first, second))
-        # Each bound now covers SPAN tokens again.
+        # Reduce the bounds so that each one covers SPAN tokens again.
         bound = tl.max(tl.reshape(bound, (bounds_each, SPAN // bounds_each)), axis=1)
         tl.store(own_bounds + part * bounds_each + tl.arange(0, bounds_each), bound)
         arrival = 1
@@ -195,10 +195,10 @@ def weigh_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """Compute the softmax at every draft's position, as peak and mass, and p / q for every draft.
+    """Compute the softmax's peak and mass at every draft's position, and the ratio p / q for every draft.
 
-    Then compute the standard rule's number of accepted drafts, or the block rule's weights. In greedy rows, the ratio
-    is 1 if the draft is the argmax.
+    Then compute the standard rule's number of accepted drafts or the block rule's weights. In greedy rows, the ratio is
+    1 if the draft is the argmax.
     """
     chunk, row_index = tl.program_id(0), tl.program_id(1)
     b, k = row_index // max_drafts, row_index % max_drafts
@@ -299,9 +299,9 @@ def block_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """Compute the sums of max(w p - q, 0) at positions 1 to K - 1, and then the block rule's number of accepted
+    """Compute the sums of max(w p - q, 0) at positions 1 to K - 1 and then the block rule's number of accepted
     drafts."""
-    # Position 1 has instances even for K = 1, because they verify the request.
+    # Position 1 has instances even if K is 1, because they verify the request.
     inner = tl.maximum(max_drafts - 1, 1)
     chunk, row = tl.program_id(0), tl.program_id(1)
     b, k = row // inner, 1 + row % inner
@@ -372,7 +372,7 @@ def next_token_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """Sample the token after the accepted drafts, and store the verification results."""
+    """Sample the token after the accepted drafts and store the verification results."""
     chunk, b = tl.program_id(0), tl.program_id(1)
     accepted = tl.load(num_accepted + b)
     random = tl.load(temperature + b) > 0
@@ -417,7 +417,7 @@ def next_token_kernel(
             PADDED_CHUNKS,
         )
         if from_residual & (best == float("-inf")):
-            # p = q, so only rounding can lead here: sample from the target, which this instance alone reads.
+            # Here p equals q except for rounding. Sample from the target, which only this instance reads again.
             low, high = load_keys(keys, key_stride, b)
             first, second = hash_position(low, high, position, _STREAM_TARGET)
             for start in range(0, vocab, PIECE):

@@ -1,4 +1,4 @@
-"""Sampling and acceptance on a GPU: the functions in `sampling/` as one to three kernel launches each."""
+"""Sampling and acceptance on a GPU. Each function in `sampling/` takes one to three kernel launches."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 # The maximum number of logit rows per call, which is the limit for a grid's second dimension.
 _MOST_ROWS = 65535
-# Tokens per chunk in the rules with draft probabilities: enough to keep loads in flight, but fewer if multiprocessors
-# would otherwise be idle.
+# The number of tokens per chunk in rules with draft probabilities. The usual size keeps enough loads in flight. The
+# small size is for calls that would otherwise leave multiprocessors idle.
 _PROBS_CHUNK, _SMALL_CHUNK = 2048, 1024
 _FEW_INSTANCES = 512
 # The number of tokens covered by each score bound.
 _SPAN = 256
 _WARPS = 2
-# Settings for an instance that filters a row: the fastest of eight on an H100 with few rows.
+# Settings for filtering a row: the fastest of eight on an H100 with few rows.
 _FILTER_CHUNK, _FILTER_WARPS = 8192, 16
-# The number of tokens that an instance checks, and searches for a drafter's best token.
+# The number of a drafter's logits that one instance checks and searches for the best token.
 _SOUND_CHUNK = 4096
-# Minimum numbers of lanes for positions, chunks, and bounds, which reduce the number of compiled kernels.
+# Minimum padded sizes for positions, chunks, and bounds, which limit the number of compiled kernels.
 _POSITIONS, _CHUNKS, _BOUNDS = 8, 256, 256
 
 
@@ -50,19 +50,19 @@ class _Chunks(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """A sampling kernel instance's share of the work: its chunks, and the registers per thread."""
+    """A sampling kernel instance's share of the work: its chunks and the registers per thread."""
 
     chunk: int
     parts: int
     registers: int
     waves: bool
-    """Whether instances run in several waves, so that later instances can use what earlier ones found."""
+    """Whether instances run in several waves, so that later instances can use what earlier ones have found."""
 
     @classmethod
     def choose(cls, rows: int, vocab: int) -> _Work:
-        # With 48 registers, 21 instances fit on each of an H200's 132 multiprocessors; on other GPUs this choice is
-        # merely slower. A small second wave would take as long as the first, so use the largest instances that form
-        # either one wave or many, with some for every multiprocessor.
+        # With 48 registers per thread, 21 instances fit on each of an H200's 132 multiprocessors. On other GPUs, this
+        # choice is slower at worst. A small second wave would take as long as the first, so use the largest instances
+        # that form either one wave or many and give every multiprocessor some work.
         num_instances = rows * triton.cdiv(vocab, 8192)
         if num_instances > 8192:
             return cls(1024, 8, 64, True)
@@ -80,7 +80,7 @@ def _make_counters(device: torch.device) -> tuple[torch.Tensor, ...]:
 
 
 def _get_arrivals(device: torch.device, rows: int) -> tuple[torch.Tensor, ...]:
-    """Return arrival counters, by row and by request.
+    """Return the arrival counters for rows and for requests.
 
     Kernels on the same stream share them and reset them to zero.
     """
@@ -100,7 +100,7 @@ def _strict(
     positions_BQ: torch.Tensor | None,
     stream: Stream = Stream.TARGET,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the samples and the number of valid tokens per row. The number is unset if there are no drafts to
+    """Return the samples and the number of valid tokens per row. The number is uninitialized if there are no drafts to
     verify."""
     rows, num_positions, vocab = logits_BQV.shape
     work = _Work.choose(rows * num_positions, vocab)
@@ -307,7 +307,7 @@ def filter_logits(
     longest: int = 0,
     num_sampling_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Filter with a single search that handles any k, which makes `longest` unnecessary."""
+    """Filter with a single search that works for any k and therefore does not use `longest`."""
     rows, num_positions, vocab = logits_BQV.shape
     filtered_BQV = logits_BQV.new_empty(logits_BQV.shape)
     filter_kernel[(rows * num_positions,)](

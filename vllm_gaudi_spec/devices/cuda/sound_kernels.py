@@ -1,4 +1,4 @@
-"""Triton kernels, called by `rules.py`, that check a drafter's logits and find the best token."""
+"""Triton kernels, called by `rules.py`, that find a drafter's best token and flag rows with NaN or plus infinity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 from vllm_gaudi_spec.devices.cuda.races import first_best, load_values
 
-# An unsound chunk adds this to its row's arrivals.
+# An instance whose chunk contains NaN or plus infinity adds this to its row's arrivals.
 _UNSOUND = tl.constexpr(1 << 16)
 
 
@@ -34,7 +34,7 @@ def sound_argmax_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """Find a row's best token, and determine whether the row is sound: unsound chunks show in its arrivals."""
+    """Find a row's best token and check the row for NaN and plus infinity, which the arrival count records."""
     chunk, row_index = tl.program_id(0), tl.program_id(1)
     row = logits + row_index.to(tl.int64) * stride
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -43,7 +43,7 @@ def sound_argmax_kernel(
     own_tops, own_found = tops + row_index * num_chunks, found + row_index * num_chunks
     tl.store(own_tops + chunk, top)
     tl.store(own_found + chunk, token)
-    # Masked lanes after the last token load minus infinity, which is sound.
+    # Masked lanes past the last token load minus infinity, which is valid.
     arrival = tl.where(tl.sum(values, 0) < float("inf"), 1, 1 + _UNSOUND)
     # All threads must have stored their results before the arrival is counted.
     tl.debug_barrier()
@@ -54,7 +54,7 @@ def sound_argmax_kernel(
         is_chunk = chunks < num_chunks
         highest = tl.load(own_tops + chunks, mask=is_chunk, other=float("-inf"), cache_modifier=".cg")
         token = tl.load(own_found + chunks, mask=is_chunk, other=0, cache_modifier=".cg")
-        # Choose the first of several equal tokens.
+        # If several tokens have the highest logit, choose the first.
         token = tl.min(tl.where(highest == tl.max(highest, 0), token, vocab - 1), 0)
         tl.store(tokens_out + row_index, token)
         tl.store(sound_out + row_index, arrived == num_chunks)

@@ -1,6 +1,6 @@
-"""Intel Gaudi: steps run as HPU graphs in lazy mode, or compiled by `hpu_backend` in compiled mode.
+"""The backend for Intel Gaudi. Steps run as HPU graphs in lazy mode or are compiled by `hpu_backend` in compiled mode.
 
-This backend has not run on a card so far. The emulated device in `card_emulator/` runs this file as is, in both modes.
+This backend has not yet run on a card. The emulated device in `card_emulator/` runs this file as is in both modes.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ TRAITS = DeviceTraits(
 )
 
 
-# The bridge raises RuntimeErrors with this message for a running recipe's memory and for a tensor (vllm-fork#257, #484,
-# and vllm-gaudi's calibration guide).
+# The bridge raises a RuntimeError with this message if it cannot allocate a tensor or a running recipe's memory
+# (vllm-fork#257, #484, and vllm-gaudi's calibration guide).
 _ALLOCATION_FAILED = re.compile(r"Allocation (?:of|failed for) size ?::(\d+)")
 
 
@@ -106,7 +106,7 @@ class HpuGraphs(Graphs):
             result = graph.unpack_result(tensors, graph(tensors))
             graphs[key] = graph
             if self._compiling_only:
-                graph(tensors)  # the second call may compile more than the first
+                graph(tensors)  # the second call may trigger more compilations
             return result
 
         return cast("Function", run)
@@ -173,7 +173,7 @@ class HpuMemory(StreamMemory):
     measures_peak = True
 
     def measure_peak(self, run: Callable[[], object]) -> int:
-        # A running recipe's memory may come from the bridge's pool or the driver; the larger number is correct.
+        # A running recipe's memory may come from the bridge's pool or the driver, so the larger measurement is correct.
         self._runtime.synchronize()
         allocated, free = self._runtime.memory_allocated(), self.free_bytes()
         self._runtime.reset_peak_memory_stats()
@@ -194,7 +194,7 @@ class HpuMemory(StreamMemory):
 
     @cached_property
     def _downloads(self) -> Any:
-        """The stream that copies results to the host."""
+        """Return the stream that copies results to the host."""
         return self._runtime.Stream()
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -208,7 +208,7 @@ class HpuMemory(StreamMemory):
             # For unpinned memory, the bridge copies in a callback that no event covers, so stale data could be read.
             arrived = tensor.cpu()
             return lambda: arrived
-        # The next replay may overwrite the results before they are copied, so download a clone. Like vllm-gaudi, use a
+        # The next replay may overwrite the results before they are copied, so download a clone. As in vllm-gaudi, use a
         # separate stream.
         copy = tensor.clone()
         issued = self._runtime.current_stream()
@@ -250,7 +250,7 @@ def _hpu() -> Any:
 # The mask size in bytes per row at which the fused kernel starts to fail (vllm-gaudi#1749).
 LARGEST_MASK = 2**31
 
-# Models for which the fast softmax is too coarse: vllm-gaudi, extension/features.py (fp32_softmax), vllm-gaudi#831.
+# Models for which the fast softmax is too imprecise: vllm-gaudi, extension/features.py (fp32_softmax), vllm-gaudi#831.
 _SOFTMAX_MODES = dict.fromkeys(("qwen2", "qwen2_5_vl", "qwen2_5_vl_text"), "fp32")
 
 
@@ -275,7 +275,7 @@ class HpuAttention(PairAttention):
     def _can_fuse(self, spec: AttentionLayerSpec) -> bool:
         """Whether the fused kernel supports a layer.
 
-        ALiBi slopes would need a bias per head as large as all of its scores (quirk A23).
+        ALiBi slopes would need a bias as large as all of the layer's attention scores (quirk A23).
         """
         if self._fused_sdpa is None or spec.layer_operations or spec.logits_soft_cap or spec.slopes_H is not None:
             return False
@@ -289,7 +289,7 @@ class HpuAttention(PairAttention):
         call: AttentionCall,
         spec: AttentionLayerSpec,
     ) -> torch.Tensor:
-        """Attend from prompt chunks to everything cached for their rows, including the chunks themselves."""
+        """Compute attention from prompt chunks to everything cached for their rows, including the chunks themselves."""
         query_BHQD = _split_rows(query_THD, call)
         if call.fresh_kv and _sees_all_before(call, spec):
             keys_BKSD, values_BKSD = (_split_rows(part_TKD, call) for part_TKD in call.fresh_kv)
@@ -300,7 +300,7 @@ class HpuAttention(PairAttention):
             mask = call.plan(("mask", spec.mask_key, spec.dtype), lambda: _build_mask(call, spec))
             size = _choose_split(mask)
         softmax_mode = "None" if spec.dtype != torch.bfloat16 else _SOFTMAX_MODES.get(spec.model_type, "fast")
-        # Only positional arguments are documented: no dropout mask, no probabilities, no window.
+        # Only positional arguments are documented: no dropout mask, no probabilities, and no window.
         sinks = () if spec.sinks_H is None else (False, False, (-1, -1), spec.sinks_H)
         rest = (0.0, mask is None, spec.scale, softmax_mode, True, None, "right", *sinks)
         if mask is None or size == call.num_queries:
@@ -332,7 +332,7 @@ class HpuWeights(Weights):
         return {
             experimental.synDeviceType.synDeviceGaudi2: GAUDI2,
             experimental.synDeviceType.synDeviceGaudi3: GAUDI3,
-        }.get(kind, GAUDI2)  # every card has the narrower range
+        }.get(kind, GAUDI2)  # every card supports the narrower range
 
     def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
         hpu_fp8.prepare_loading()
@@ -352,7 +352,7 @@ class HpuWeights(Weights):
             model.to(TRAITS.torch_device)
             _move_plain_tensors(model, TRAITS.torch_device)
         mark_layers(model, self._bridge.mark_step, gaudi_layers_of_a_recipe())
-        # Wait for the copies. Nothing is derived from the weights: graphs read them in place.
+        # Wait for the copies. Nothing is derived from the weights, because graphs read them in place.
         self._bridge.mark_step()
         _hpu().synchronize()
 
@@ -360,8 +360,8 @@ class HpuWeights(Weights):
 def mark_layers(model: nn.Module, mark_step: Callable[[], None], every: int) -> None:
     """Break the graph after every `every`-th layer with attention.
 
-    Equal layers then share one recipe, which is compiled once. Compiling a whole model as one recipe takes a long time,
-    and the recipe may be too large to run (optimum-habana 1722).
+    Identical layers then share one recipe, which is compiled only once. Compiling a whole model as one recipe takes a
+    long time, and the recipe may be too large to run (optimum-habana 1722).
     """
     layers: list[nn.Module] = []
     inside: set[nn.Module] = set()
@@ -379,8 +379,8 @@ def mark_layers(model: nn.Module, mark_step: Callable[[], None], every: int) -> 
 def _move_plain_tensors(model: nn.Module, device: torch.device) -> None:
     """Move tensors that are neither parameters nor buffers, which `Module.to` leaves on the host.
 
-    Modules that share a tensor still share it afterwards. INC needs its scales on the host (quirk Q15), and a
-    zero-dimensional host tensor is part of a graph.
+    Modules that share a tensor still share it afterwards. INC's scales stay on the host, where INC needs them (quirk
+    Q15), and so do zero-dimensional tensors, which become part of a graph.
     """
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
@@ -392,7 +392,7 @@ def _move_plain_tensors(model: nn.Module, device: torch.device) -> None:
 
 
 def _has_argument(fused: Any, name: str) -> bool:
-    """Whether a bridge operator takes an argument. Its class names arguments in `forward`, `apply`, or both."""
+    """Whether a bridge operator has an argument with this name, which may appear in `forward`, `apply`, or both."""
     functions = (getattr(fused, kind, None) for kind in ("forward", "apply"))
     return any(name in inspect.signature(function).parameters for function in functions if function is not None)
 
@@ -415,7 +415,7 @@ def _split_rows(tensor_THD: torch.Tensor, call: AttentionCall) -> torch.Tensor:
 def _sees_all_before(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
     """Whether each query attends to exactly the chunk's keys up to its own, so that the kernel's causal mode suffices.
 
-    No source shows this mode with sinks.
+    This is false with sinks, because no known source uses them in this mode.
     """
     reach = min(spec.sliding_window or call.num_queries, spec.attention_chunk or call.num_queries)
     return spec.is_causal and reach >= call.num_queries and call.spans is None and spec.sinks_H is None
@@ -423,7 +423,7 @@ def _sees_all_before(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
 
 def _build_mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
     """Return the mask [B, 1, Q, keys] to add to the scores."""
-    # `where` on Python numbers would produce float32, and the mask would be a converted copy.
+    # With Python numbers, `where` would produce float32, and the mask would have to be converted.
     seen, hidden = (
         torch.full((), value, dtype=spec.dtype, device=call.starts_B.device)
         for value in (0.0, torch.finfo(spec.dtype).min)
@@ -432,7 +432,7 @@ def _build_mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
 
 
 def _choose_split(mask: torch.Tensor) -> int:
-    """Return how many queries from a mask [B, 1, Q, keys] to process at once.
+    """Return the number of queries to process at once with a mask [B, 1, Q, keys].
 
     This minimizes the number of calls and makes them similar in size. The kernel uses 32-bit mask offsets, and a row
     with a 2 GiB mask produces NaN (quirk A30).
@@ -443,6 +443,6 @@ def _choose_split(mask: torch.Tensor) -> int:
 
 
 def _read_metric(name: str) -> dict[str, Any]:
-    """Return the bridge's counts since the process started, or an empty dict if the build does not count them."""
+    """Return the bridge's counters since the process started, or an empty dict if the build does not have them."""
     metric = importlib.import_module("habana_frameworks.torch.hpu.metrics").metric_global(name)
     return {} if metric is None else dict(entry for entry in metric.stats() if len(entry) == 2)

@@ -25,14 +25,14 @@ class Bridge(NamedTuple):
     regions: RegionCompiler | None
     """The compiler in compiled mode; None in lazy mode."""
     mark_step: Callable[[], None]
-    """Ends and launches the pending graph; in compiled mode, ends the region being traced."""
+    """Ends and launches the pending graph in lazy mode, or ends the region being traced in compiled mode."""
 
 
 def open_bridge() -> Bridge:
     """Load the bridge without opening the card.
 
     vLLM's front end also creates a backend, and a card that it opened would not be available to the engine. The import
-    registers `torch.hpu` and the "hccl" process group, and reads the environment only once.
+    registers `torch.hpu` and the "hccl" process group. It reads the environment only once.
     """
     habana, is_lazy = _import_bridge(), gaudi_is_lazy()
     if habana.utils.internal.is_lazy() != is_lazy:
@@ -42,7 +42,7 @@ def open_bridge() -> Bridge:
         )
     if not is_lazy:
         _keep_states_apart()
-    # vLLM functions decorated with torch.compile are part of the step.
+    # Run vLLM functions decorated with torch.compile eagerly, because they are part of the step.
     torch.compiler.set_stance("force_eager")
     if is_lazy:
         return Bridge(habana, None, habana.core.mark_step)

@@ -24,7 +24,7 @@ class CapturedFunction(nn.Module):
         self._error: Exception | None = None
         self._form: Any = None
         self._sources: list[tuple[bool, int]] = []
-        """For each result tensor: whether it is an argument, and its index among the arguments or outputs."""
+        """For each result tensor, whether it is an argument and its index among the arguments or outputs."""
 
     def forward(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         reads = _Reads(tensors)
@@ -45,9 +45,9 @@ class CapturedFunction(nn.Module):
             self._sources.append((False, len(outputs)) if index is None else (True, index))
             if index is None:
                 outputs.append(tensor)
-        # If a graph does not read an argument, the bridge copies it over the captured tensor at each call, using a
-        # graph that the second call compiles (bridge 1.19, graphs.py). To avoid this, read one element of each such
-        # argument.
+        # If a graph does not read an argument, the bridge copies the argument over the captured tensor at each call,
+        # using a graph that the second call compiles (bridge 1.19, graphs.py). To avoid this, read one element of each
+        # such argument.
         read = reads.of(outputs)
         unread = (tensor for index, tensor in enumerate(tensors) if index not in read and tensor.numel())
         return (*outputs, *(tensor[(0,) * tensor.dim()].clone() for tensor in unread))
@@ -61,7 +61,7 @@ class CapturedFunction(nn.Module):
 
 
 class _Reads(TorchDispatchMode):
-    """Records the arguments that affect results or tensors changed in place; a lazy graph reads only those."""
+    """Records the arguments that affect results or tensors modified in place. A lazy graph reads only these."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _Reads(TorchDispatchMode):
             if not any(tensor is other for other in operands):
                 self._made[tensor] = True
             elif tensor not in self._made:
-                self._needed |= parts  # changed in place
+                self._needed |= parts  # modified in place
             self._parts[tensor] = parts
         if not returned:
             self._needed |= parts

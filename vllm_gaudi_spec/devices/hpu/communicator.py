@@ -1,4 +1,4 @@
-"""Collectives between Gaudi cards. In lazy mode, each collective ends the graph before it."""
+"""Collectives between Gaudi cards. In lazy mode, each collective ends the pending graph."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def _compile(module: fx.GraphModule, examples: list[torch.Tensor]) -> Any:
 
 
 def _integer_where(condition: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> Any:
-    """Rewrite `where` on integers, because it is compiled incorrectly (quirk C17)."""
+    """Rewrite `where` on integers, because it would be compiled incorrectly (quirk C17)."""
     if any(value.is_floating_point() or value.dtype is torch.bool for value in (left, right)):
         return NotImplemented
     kind = torch.result_type(left, right)
@@ -33,12 +33,12 @@ def _integer_where(condition: torch.Tensor, left: torch.Tensor, right: torch.Ten
 
 
 def _product(left: torch.Tensor, right: Any) -> Any:
-    """Rewrite products with booleans, because they break the graph (quirk C16)."""
+    """Rewrite multiplication by booleans, because it breaks the graph (quirk C16)."""
     return left * int(right) if isinstance(right, bool) and left.dtype is not torch.bool else NotImplemented
 
 
 def _booleans(make: Any) -> Callable[..., Any]:
-    """Rewrite filling a tensor with booleans, because it breaks the graph (quirk C16)."""
+    """Rewrite an operation that fills a tensor with booleans, because it breaks the graph (quirk C16)."""
 
     def rewrite(*args: Any, **kwargs: Any) -> Any:
         like = args[0].dtype if isinstance(args[0], torch.Tensor) else None

@@ -1,4 +1,4 @@
-"""Gaudi's fused operator for mixtures of experts."""
+"""Gaudi's fused operator for mixture-of-experts layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vllm_gaudi_spec.devices.common.experts import Call, Fused
 from vllm_gaudi_spec.devices.common.layers import find_kernel
 from vllm_gaudi_spec.upstream.layers import MoEActivation
 
-# With fewer tokens, reading the weights takes longer than computing with all of them: a Gaudi 2 has 432 TFLOPS in
+# With fewer tokens, reading the weights takes longer than multiplying by all of them: a Gaudi 2 has 432 TFLOPS in
 # bfloat16 and reads 2.45 TB/s. At batch size 1, the operator was not faster (vllm-gaudi#1733).
 GAUDI_OPERATOR_FROM = 128
 # The operator's gelu uses the tanh approximation (vllm-gaudi v0.26.0, ops/hpu_fused_moe.py).
@@ -44,6 +44,6 @@ def fused() -> Fused | None:
 def _takes(call: Call) -> bool:
     """Whether the operator supports a call.
 
-    Biases, which gpt-oss has, are rejected: with them, Gaudi 3 users on release 1.24 got incoherent text.
+    Calls with biases, as in gpt-oss, are rejected: biases led to incoherent text for Gaudi 3 users on release 1.24.
     """
     return call.activation in _ACTIVATIONS and call.b13_EJ is None and not call.weighs_inputs

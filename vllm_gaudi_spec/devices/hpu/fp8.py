@@ -1,6 +1,6 @@
 """FP8 on Gaudi: its arithmetic, and Intel Neural Compressor (INC), which quantizes models for it.
 
-The INC code is based on INC's sources and vllm-gaudi's use of them, and has not been run. On the emulated card, the
+The INC code is based on INC's sources and vllm-gaudi's use of them. It has not been run. On the emulated card, the
 arithmetic is used to simulate INC.
 """
 
@@ -74,7 +74,7 @@ def prepare_loading() -> None:
 
 
 class Measured:
-    """A model that INC measures; see `Measuring`. INC measures padding as well."""
+    """A model that INC measures (see `Measuring`). INC also measures padding."""
 
     reads_logits = False
 
@@ -87,7 +87,7 @@ class Measured:
 
     def write(self) -> None:
         self._inc.finalize_calibration(self._model)
-        # INC has one list for all models in a process. It sets this attribute on modules that it measures.
+        # INC has one list for all models in a process, but it sets this attribute on the modules that it measures.
         measured = [name for name, module in self._model.named_modules() if getattr(module, "_mod_extra_config", None)]
         files.write_looked_at(self._stem, [name.replace("_orig_mod.", "") for name in measured])
 
@@ -123,7 +123,7 @@ def _import(quant_config: QuantConfig) -> Any:
 
 @contextmanager
 def _exclude_modules(model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Iterator[str]:
-    """Yield the path to the user's file, or to a copy that also blocks the modules in `LoadContext.apart`."""
+    """Yield the path to the user's file or to a copy that also blocks the modules in `LoadContext.apart`."""
     apart = [name for name, module in model.named_modules() if name and module in load_context.apart]
     if not apart:
         yield quant_config.path

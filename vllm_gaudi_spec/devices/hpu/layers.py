@@ -1,4 +1,4 @@
-"""Replaces vLLM's layers with Gaudi's fused norms, rotary embeddings, and experts, and with scaled logits.
+"""Replaces vLLM's layers with Gaudi's fused norms, rotary embeddings, and experts, and replaces its logits scaling.
 
 Importing this module registers the replacements.
 """
@@ -61,8 +61,8 @@ experts.register(hpu_experts.fused())
 class HpuLogitsProcessor(LogitsProcessor):
     """Scales logits, as Granite and Cohere do, without writing through a view.
 
-    vLLM scales in place, in a view without the vocabulary padding, and a captured graph on Gaudi cannot write through
-    views (quirk L06).
+    vLLM scales a view without the vocabulary padding in place, and a captured graph on Gaudi cannot write through views
+    (quirk L06).
     """
 
     def forward(
@@ -72,12 +72,12 @@ class HpuLogitsProcessor(LogitsProcessor):
         embedding_bias: torch.Tensor | None = None,
         skip_gather: bool = False,
     ) -> torch.Tensor | None:
-        # Do not call `super()`: with LoRA, `self` is a wrapper of another class.
+        # Do not call `super()`, because `self` is a wrapper of a different class if LoRA is used.
         if self.logits_as_input:
             logits: torch.Tensor | None = hidden_states
         else:
             logits = self._get_logits(hidden_states, lm_head, embedding_bias, skip_gather)
-        if logits is None:  # this rank gathers none
+        if logits is None:  # this rank does not gather logits
             return None
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap

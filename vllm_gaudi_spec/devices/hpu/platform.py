@@ -49,10 +49,10 @@ class HpuSpecPlatform(CapturingPlatform):
 
 
 def _refuse_float16(vllm_config: VllmConfig) -> None:
-    """Reject float16 if the user sets it; otherwise vLLM chooses a supported dtype for a float16 checkpoint.
+    """Reject float16 if the user sets it. Otherwise, vLLM chooses a supported dtype for a float16 checkpoint.
 
-    Gaudi kernels do not support float16 (quirk S17). The self-test fails in float16, because float16's lowest number,
-    added to a score, does not mask every key.
+    Gaudi kernels do not support float16 (quirk S17). The self-test fails in float16, because adding float16's lowest
+    value to a score does not mask every key.
     """
     model = vllm_config.model_config
     if model is not None and model.dtype == torch.float16:
