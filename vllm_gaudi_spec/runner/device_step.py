@@ -1,4 +1,4 @@
-"""The device's part of a step: the target's forward, verification, and gathering of drafts for the host."""
+"""The part of a step on the device: the target's forward pass, verification, and gathering drafts for the host."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class DeviceStep:
-    """Device functions that take tensors and static values. Each combination of shapes and values becomes one graph.
+    """Device functions whose arguments are tensors and static values.
 
-    These functions never wait for the device, and they update the request state in place. Each call to a function
-    overwrites the result of its previous call.
+    Each combination of tensor shapes and static values becomes one graph. The functions never wait for the device and
+    update the request state in place. Each call overwrites the result of the previous call to the same function.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class DeviceStep:
         drafting: Drafting,
         slices: bool,
     ) -> None:
-        """If `slices` is true, a prompt chunk may take several rows."""
+        """Create the device functions. `slices` specifies whether a prompt chunk may span several rows."""
         self._target = target
         self._requests = requests
         self._hidden_states = hidden_states
@@ -65,7 +65,7 @@ class DeviceStep:
         multimodal: MultimodalInputs | None = None,
         token_types_T: torch.Tensor | None = None,
     ) -> None:
-        """Run the target over a batch and store its hidden states. With `from_start`, all rows start at position 0."""
+        """Run the target on a batch and store its hidden states. With `from_start`, all rows start at position 0."""
         target, requests = self._target, self._requests
         rows = step.split()
         if rows.more_BX is not None:
@@ -95,8 +95,8 @@ class DeviceStep:
     def _finish(self, sample_pass: SamplePass) -> tuple[Verification, torch.Tensor, Drafts | None, torch.Tensor]:
         """Compute logits at the positions to sample, apply the acceptance rule, and advance the rows.
 
-        Return the verification, the rows (an input of `drafts`), the drafts if this pass makes them, and the packed
-        report that most steps send, so that packing needs no other graph.
+        Return the verification, the rows (an input to `drafts`), the drafts if this sampling pass makes them, and the
+        packed report. Most steps send this report, so packing it here saves a separate graph.
         """
         rows_B, max_drafts_B, position_list, grammars = sample_pass.split()
         num_queries = sample_pass.shape.queries
@@ -131,5 +131,5 @@ class DeviceStep:
         return verification, rows_B, drafts, pack_report(verification, drafts)
 
     def _drafts(self, rows_B: torch.Tensor, num_drafts: int) -> Drafts:
-        """Return the drafts of the rows that sampled, to be sent to the host."""
+        """Return the drafts for the rows that sampled so that they can be sent to the host."""
         return self._requests.drafts(rows_B, num_drafts)

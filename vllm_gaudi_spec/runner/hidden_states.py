@@ -1,4 +1,4 @@
-"""The hidden states from which tokens are sampled, stored by row of the request state.
+"""The hidden states from which tokens are sampled, stored by request row.
 
 Row `pad_row` of `Requests` belongs to no request. Writes for padding go to this row.
 """
@@ -26,16 +26,16 @@ class Located(NamedTuple):
 
 class SampledStates(NamedTuple):
     hidden_NH: torch.Tensor
-    """States at N = B * Q positions, or at the listed positions."""
+    """Hidden states at N = B * Q positions, or at the listed positions."""
     positions_BQ: torch.Tensor
     num_drafts_B: torch.Tensor
-    """int32: number of each row's drafts in the forward."""
+    """int32: number of drafts that each row had in the forward pass."""
 
 
 class HiddenStateBuffer:
-    """Each row's hidden states, the position of the first state, and the number of drafts among the row's tokens.
+    """Each row's hidden states, the position of the first one, and the number of drafts among the row's tokens.
 
-    Forwards store their states here, so that sampling is one pass whose shape does not depend on the step's rectangles.
+    Forward passes store hidden states here, so that one sampling pass can serve any combination of a step's rectangles.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class HiddenStateBuffer:
         device: torch.device,
         carried_size: int | None = None,
     ) -> None:
-        """Allocate the buffer. `carried_size` is the size of states for heads, if it differs from those for logits."""
+        """Allocate the buffer. `carried_size` is the size of the hidden states that heads read, if it differs."""
         self.dtype = dtype
         self._num_queries = num_queries
         self._hidden_NH = torch.zeros(num_rows * num_queries, hidden_size, dtype=dtype, device=device)
-        """N = R * Q. The tensor is flat, since devices that capture steps can change a tensor only as a whole."""
+        """N = R * Q. The tensor is flat, because devices that capture steps can change a tensor only as a whole."""
         self.chunk_TH = torch.zeros(max_chunk_tokens, hidden_size, dtype=dtype, device=device)
-        """All states of the latest batch of prompt chunks, used to score prompt tokens."""
+        """All hidden states of the latest batch of prompt chunks, used to score prompt tokens."""
         self._carried_NH, self._carried_chunk_TH = self._hidden_NH, self.chunk_TH
         if carried_size is not None:
             self._carried_NH, self._carried_chunk_TH = (
@@ -67,14 +67,14 @@ class HiddenStateBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all state buffers."""
+        """Total size of the hidden-state buffers."""
         tensors = {self._hidden_NH, self.chunk_TH, self._carried_NH, self._carried_chunk_TH}
         return sum(tensor.nbytes for tensor in tensors)
 
     def put(self, phase: str, queries: int, rows_B: torch.Tensor, located: Located, hidden: Hidden) -> None:
-        """Store the states of a forward's T tokens.
+        """Store the hidden states of the T tokens in a forward pass.
 
-        A decode samples at all of its tokens, a prompt chunk only at its last token.
+        A decode samples at all of its tokens, but a prompt chunk samples only at its last token.
         """
         last_B = (located.num_real_B - 1).clamp(min=0)
         if phase == DECODE:
@@ -93,7 +93,7 @@ class HiddenStateBuffer:
         self._num_drafts_R.index_copy_(0, rows_B, num_drafts_B)
 
     def take(self, rows_B: torch.Tensor, num_queries: int, index_2N: torch.Tensor | None = None) -> SampledStates:
-        """Return the states at the positions to sample: all of each row's states, or those listed in `index_2N`."""
+        """Return the hidden states from which to sample: all of each row's, or those listed in `index_2N`."""
         offsets_Q = torch.arange(num_queries, dtype=torch.int32, device=rows_B.device)
         if index_2N is None:
             index_N = self._index(rows_B, num_queries)
@@ -106,7 +106,7 @@ class HiddenStateBuffer:
             self._num_drafts_R.index_select(0, rows_B),
         )
 
-    # --- states that heads read ---
+    # --- hidden states that heads read ---
 
     def _destinations(self, hidden: Hidden) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Return each kind of hidden state with its row buffer and its chunk buffer."""
@@ -117,19 +117,19 @@ class HiddenStateBuffer:
         return pairs
 
     def first(self, rows_B: torch.Tensor) -> torch.Tensor:
-        """Return int32 [B]: the position of each row's first state."""
+        """Return the position of each row's first hidden state, int32 [B]."""
         return self._first_R.index_select(0, rows_B)
 
     def carried(self, rows_B: torch.Tensor, num_queries: int) -> torch.Tensor:
-        """Return [B * Q, H]: the states that heads read, starting with each row's first state."""
+        """Return the hidden states that heads read, starting with each row's first one, [B * Q, H]."""
         return self._carried_NH.index_select(0, self._index(rows_B, num_queries))
 
     def chunk(self, num_tokens: int) -> torch.Tensor:
-        """Return [T, H]: the states of the latest batch of prompt chunks that heads read."""
+        """Return the hidden states that heads read for the latest batch of prompt chunks, [T, H]."""
         return self._carried_chunk_TH.narrow(0, 0, num_tokens)
 
     def last_accepted(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-        """Return [B, H]: for each row, the state from which the last of its `lengths_B` tokens was sampled."""
+        """Return the hidden state from which the last of each row's `lengths_B` tokens was sampled, [B, H]."""
         offset_B = (lengths_B - 2 - self.first(rows_B)).clamp(min=0, max=self._num_queries - 1)
         return self._hidden_NH.index_select(0, (rows_B.int() * self._num_queries + offset_B).long())
 

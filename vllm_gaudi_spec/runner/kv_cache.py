@@ -1,4 +1,4 @@
-"""Allocation of the KV cache as planned by the engine, and copying of its blocks."""
+"""The KV cache, allocated as planned by the engine, and the function that copies its blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class KVCache:
         self.by_layer = backend.memory.allocate_kv(kv_cache_config, layout)
         """Maps each layer to its KV cache."""
         self.copy_blocks = backend.memory.make_block_copier(self.by_layer)
-        """Copies blocks, given as pairs of source and destination blocks."""
+        """Function that copies blocks, given pairs of source and destination block IDs."""
         self.num_blocks = kv_cache_config.num_blocks
         # All layers share one allocation, and each layer reports the whole allocation's size.
         self.num_bytes = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)
@@ -36,15 +36,15 @@ class KVCache:
         """The sliding window of each group's layers, or None."""
 
     def warm_up(self) -> None:
-        """Run a block copy within the pad block."""
+        """Copy the pad block to itself."""
         self.copy_blocks([(0, 0)])
 
 
 def single_forward_config(specs: dict[str, FullAttentionSpec], *, max_tokens: int, max_rows: int) -> KVCacheConfig:
-    """Return the KV cache config for an encoder, whose KV is needed only during one forward.
+    """Return the KV cache config for an encoder, whose KV is needed only during one forward pass.
 
-    Prompts are computed whole, and a layer's KV is not read again after that layer's attention. Therefore, all layers
-    share the same memory, which has room for the largest forward and the pad block.
+    A prompt is computed in a single pass, and a layer's KV is not read again after that layer's attention. Therefore,
+    all layers share the same memory, which has room for the largest forward pass and the pad block.
     """
     (spec,) = set(specs.values())
     # Each row's last block may hold only one token.

@@ -1,4 +1,4 @@
-"""Device memory in warm-up: how much captured graphs keep, and which option to lower if memory runs out.
+"""Device memory during warm-up: how much captured graphs keep and which option to lower if memory runs out.
 
 A Gaudi that runs out of memory cannot serve any more requests, so nothing is retried. Instead, a one-line error names
 the option to change.
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class WarmUpMemory:
-    """Measures the memory that warm-up jobs keep, on devices that report their free memory."""
+    """Measures how much memory warm-up jobs keep on devices that report their free memory."""
 
     def __init__(self, memory: Memory, vllm_config: VllmConfig, kv_bytes: int, *, where: str = "in warm-up") -> None:
-        """`kv_bytes` is the size of the KV cache, or 0 before it exists. `where` is used in the error message."""
+        """Prepare to measure. `kv_bytes` is the KV cache's size, or 0 before it exists. Errors mention `where`."""
         self._where = where
         self._memory = memory
         self._vllm_config = vllm_config
@@ -51,7 +51,7 @@ class WarmUpMemory:
             self._runs[job.kind] += 1
 
     def summary(self) -> str | None:
-        """Return a line for the log, or None if the device does not report its memory."""
+        """Return a log line, or None if the device does not report its free memory."""
         if not self._runs:
             return None
         kinds = ", ".join(f"{format_size(self._kept[kind])} in {runs} {kind}" for kind, runs in self._runs.items())
@@ -83,7 +83,7 @@ class WarmUpMemory:
 def suggest_option(vllm_config: VllmConfig, kind: str, kv_bytes: int, missing: int) -> str:
     """Return the option to lower, with its current value and a value that frees `missing` bytes for this kind of job.
 
-    If the KV cache had to shrink by more than half, lowering the number of sequences or the chunk length helps more.
+    If the KV cache would have to shrink by more than half, this is the number of sequences or the chunk length.
     """
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     share = 1 - max(missing, 1) / max(kv_bytes, 1)
@@ -106,8 +106,8 @@ def suggest_option(vllm_config: VllmConfig, kind: str, kv_bytes: int, missing: i
 def _suggest_for_prompt_logprobs(vllm_config: VllmConfig) -> str:
     """Return the option to lower for prompt log-probabilities.
 
-    Their memory use does not depend on the number of requests or the chunk length. If the number of log-probabilities
-    is not the cause, only smaller weights per rank free memory.
+    The memory that they need does not depend on the number of requests or the chunk length. If the number of
+    log-probabilities is not the cause, only reducing the weights per rank frees memory.
     """
     max_logprobs = vllm_config.model_config.max_logprobs
     if not 0 <= max_logprobs <= USUAL_LOGPROBS:

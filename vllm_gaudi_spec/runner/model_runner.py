@@ -1,4 +1,4 @@
-"""The model runner, which turns the scheduler's output into sampled tokens. This file defines the order of a step."""
+"""The model runner, which turns scheduler outputs into sampled tokens. This file defines the order of operations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ModelRunner(RunnerParts):
-    """Runs the steps of a worker."""
+    """Runs a worker's steps."""
 
     def __init__(self, vllm_config: VllmConfig, backend: DeviceBackend, *, shows_progress: bool) -> None:
         super().__init__(vllm_config, backend, shows_progress=shows_progress)
@@ -40,7 +40,7 @@ class ModelRunner(RunnerParts):
     # --- a step, split into the two halves that vLLM calls ---
 
     def execute_model(self, scheduled: SpecSchedulerOutput) -> ModelRunnerOutput | None:
-        """Prepare and run the forwards. Return None if `sample_tokens` will return the step's output."""
+        """Prepare and run the forward passes. Return None if `sample_tokens` will return the step's output."""
         self.apply(scheduled)
         for extension in self.extensions:
             extension.before_forwards(scheduled)
@@ -115,7 +115,7 @@ class ModelRunner(RunnerParts):
     def apply(self, scheduled: SpecSchedulerOutput) -> None:
         """Apply the scheduler's output: admitted, ended, and continued requests."""
         self.requests.apply(scheduled)
-        # vLLM asks for zeroed blocks only for layers that keep a state in them, and such layers are refused.
+        # vLLM requests zeroed blocks only for layers that keep state in KV blocks, and such layers are refused.
         assert not scheduled.new_block_ids_to_zero
         if copies := scheduled.kv_cache_block_copies:
             self.kv_cache.copy_blocks([(copy.src_block_id, copy.dst_block_id) for copy in copies])
@@ -136,7 +136,7 @@ class ModelRunner(RunnerParts):
         """Return the maximum number of drafts that this step may verify for each request.
 
         With async scheduling, a -1 in the scheduler's output is a placeholder for a draft that exists only on the
-        device. Otherwise, it is padding.
+        device. Without async scheduling, it is padding.
         """
         by_id = scheduled.scheduled_spec_decode_tokens
         paddings = 0 if self.async_scheduling else 1
@@ -166,9 +166,9 @@ class ModelRunner(RunnerParts):
         self.device_step.forward(shape.phase, shape.queries, from_start, *inputs)
 
     def forward(self, batch: Batch) -> None:
-        """Run the target over a batch, and everything that must read its hidden states before the next forward."""
+        """Run the target on a batch, then everything that must read its hidden states before the next forward pass."""
         self.compute(batch)
-        if not batch.requests:  # a forward that only data-parallel peers need
+        if not batch.requests:  # a forward pass that only data-parallel peers need
             return
         for extension in self.extensions:
             extension.after_forward(batch)
@@ -224,7 +224,7 @@ class ModelRunner(RunnerParts):
         return self.reports.send(step)
 
     def drafts_after(self, step: StepResult) -> Drafts:
-        """Return the drafts of the rows that sampled, on the device, to be sent to the host."""
+        """Return the drafts for the rows that sampled as device tensors, which can be sent to the host."""
         assert step.rows_B is not None
         self.recorder.saw(drafts_signature(len(step.rows_B)))
         return self.device_step.drafts(step.rows_B, self.num_drafts)

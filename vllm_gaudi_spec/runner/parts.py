@@ -147,7 +147,7 @@ class RunnerParts:
         device = self.backend.traits.torch_device
         self.target.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
         self.target.make_states(self.max_rows + 1, self.num_snapshots, num_pending(self.num_drafts), device)
-        # If a drafter has separate positions, `DrafterKVRegion` binds its KV.
+        # If a drafter has its own positions, `DrafterKVRegion` binds its KV.
         drafter = None if self.speculation and self.speculation.retokenizes else self.drafter
         if drafter is not None:
             drafter.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
@@ -200,7 +200,7 @@ class RunnerParts:
         if self.num_snapshots and target.states is not None:
             found.append(SnapshotRows(target.states, self.requests, self.backend))
         if ranks_in_step(self.vllm_config) > 1:
-            # There is one decode, and at most one chunk per request.
+            # A step has at most one decode and one chunk per request.
             found.append(DataParallelLockstep(self.shapes, max_forwards=1 + self.max_rows))
         connector = KVConnector.load(self.vllm_config, self.kv_cache, self.speculation, self.drafter)
         found += [target.adapters, self.pooling, self.custom, connector]
@@ -220,7 +220,7 @@ class RunnerParts:
         self.sample_shapes = SampleShapes(
             self.shapes,
             max_rows=self.max_rows,
-            # Custom processors may run arbitrary code on the host, so they are not captured, and index logits by row.
+            # Custom processors may run arbitrary code on the host, so they are not captured. They index logits by row.
             lists=self.backend.traits.compiles and self.custom is None,
             needs_rectangle=rectangles,
         )

@@ -51,7 +51,7 @@ def make_sample_batch(
 ) -> SampleBatch:
     """Make the batch for the sampling pass.
 
-    If the shape lists positions, `num_positions` is the number of positions of each request in `members`.
+    If the shape lists positions, `num_positions` contains the number of positions for each request in `members`.
     """
     rows_np = requests.pad_rows(members, shape.rows)
     if not shape.positions:
@@ -69,8 +69,8 @@ def make_sample_batch(
 
 
 def list_finishing(planned: Planned) -> list[tuple[Request, int, int]]:
-    """Return the requests that sample, each with its maximum length after the step's drafts and the maximum number of
-    positions at which it may sample."""
+    """Return the requests that sample, each with its maximum length including the step's drafts and the maximum number
+    of positions at which it may sample."""
     is_decode = planned.shape.phase == DECODE
     members = zip(planned.requests, planned.starts, planned.counts, planned.finishes, strict=True)
     return [
@@ -97,10 +97,10 @@ def plan_batches(
 
     The order matters: a request admitted after a prefix cache hit may read blocks that are written in the same step,
     either by a decode that fills its block or by a prompt chunk admitted earlier. A prompt with one token left is also
-    run as a decode, but keeps its position among the chunks.
+    run as a decode but keeps its position among the chunks.
 
-    `num_drafts` maps a request to the maximum number of drafts that this step may verify; the default is 0. The blocks
-    of decodes have room for `lookahead` tokens after the first, so that a drafter can use the same blocks.
+    `num_drafts` maps a request to the maximum number of drafts that this step may verify; the default is 0. A decode's
+    blocks have room for `lookahead` tokens after the first, so that a drafter can use the same blocks.
     """
     running: list[Request] = []
     others: list[tuple[Request, int]] = []

@@ -1,7 +1,7 @@
 """The profile run, which measures the peak memory of the largest steps to determine the size of the KV cache.
 
-Steps run uncaptured on padding, with a KV cache of only a few blocks. They are as large as warm-up steps would be if
-the KV cache had all of the remaining memory, which slightly exceeds the memory that it will get.
+Steps run on padding without being captured, and the KV cache has only a few blocks. Steps are as large as warm-up steps
+would be if the KV cache got all of the remaining memory, which is slightly more than it will get.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _BLOCKS = 2
-"""The pad block and one more."""
+"""Number of KV blocks in a profile run: the pad block and one more."""
 
 
 def peak_bytes(runner: ModelRunner, budget: int) -> int:
     """Return the number of bytes that the largest steps need besides weights and KV, or 0 if unknown.
 
-    `budget` is the number of bytes that would be available to the KV cache if steps needed none.
+    `budget` is the number of bytes that would be available to the KV cache if steps needed no memory.
     """
     if not runner.backend.memory.measures_peak:
         return 0
@@ -74,10 +74,10 @@ def _peaks(runner: ModelRunner, few: KVCacheConfig, num_blocks: int) -> dict[str
 
 
 def _largest(jobs: Iterator[Job]) -> Iterator[Job]:
-    """Yield two of the largest jobs of each kind: one with the longest context and one with the most branches.
+    """Yield two of the largest jobs of each kind: one with the longest context and one with the most complex branch.
 
-    The first job of a kind has the longest context, and the last has the most branches. If these are the same job, it
-    is yielded twice, so that ranks with job lists of different lengths run the same number of jobs.
+    The first job of a kind has the longest context, and the last has the most complex branch. If these are the same
+    job, it is yielded twice, so that ranks with job lists of different lengths run the same number of jobs.
     """
     by_kind: dict[str, list[Job]] = {}
     for job in jobs:

@@ -40,7 +40,7 @@ class Downloads:
         self._overlap = overlap
 
     def start(self, tensor: torch.Tensor) -> Wait:
-        """Start a copy to the host, and return a function that waits for the copy and returns it.
+        """Start a copy to the host and return a function that waits for the copy and returns it.
 
         The tensor may be overwritten as soon as this method returns.
         """
@@ -53,7 +53,7 @@ class Downloads:
 def _move_tensors(
     step: StepResult, move: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[Verification | None, Drafts | None]:
-    """Apply `move` to every tensor in a step's verification and drafts, always in the same order, and return both."""
+    """Apply `move` to each tensor in a step's verification and drafts, in a fixed order, and return both records."""
 
     def scores(record: LogprobsTensors | None) -> LogprobsTensors | None:
         return record and LogprobsTensors(*(move(tensor) for tensor in record[:3]))
@@ -71,9 +71,9 @@ def _move_tensors(
 
 
 def drop_scores(step: StepResult, shape: SampleShape) -> None:
-    """Remove log-probabilities that no request asked for from the step, so that they are not copied to the host.
+    """Remove a step's log-probabilities, which no request asked for, so that they are not copied to the host.
 
-    A full branch computes them anyway. Without them, the report has the same form as that of other steps of this size,
+    A full branch computes them regardless. Without them, the report has the same form as in other steps of this size,
     which saves a graph.
     """
     assert step.verification is not None
@@ -90,7 +90,7 @@ class Reports:
         self._pack = backend.graphs.graph(_pack)
 
     def send(self, step: StepResult) -> Report:
-        """Start the copy. The step's tensors may be overwritten once this method has returned."""
+        """Start copying a step's results. The step's tensors may be overwritten once this method has returned."""
         if step.packed is not None and not _has_scores(step.verification):
             return Report(step, self._downloads.start(step.packed))
         parts = _list_tensors(step)
@@ -115,14 +115,14 @@ def _has_scores(verification: Verification | None) -> bool:
 
 
 def pack_report(verification: Verification, drafts: Drafts | None) -> torch.Tensor:
-    """Return the report of a step without log-probabilities."""
+    """Return the packed report for a step without log-probabilities."""
     return _pack(*_list_tensors(StepResult([], verification._replace(logprobs=None, scores=None), drafts=drafts)))
 
 
 def _pack(*parts: torch.Tensor) -> torch.Tensor:
     """Return all values as float32, which represents token IDs, ranks, and counts below 2**24 exactly.
 
-    Values are converted instead of reinterpreted because a Gaudi's `view(dtype)` converts values in lazy mode.
+    Values are converted instead of reinterpreted because, on a Gaudi in lazy mode, `view(dtype)` also converts.
     """
     return torch.cat([part.flatten().float() for part in parts])
 
@@ -134,7 +134,7 @@ class Report(AsyncModelRunnerOutput):
     """
 
     def __init__(self, sent: StepResult, wait: Wait | None) -> None:
-        """`wait` returns all tensors of `sent` as one tensor on the host; it is None if there are none."""
+        """Create the report. `wait` returns all tensors in `sent` as one host tensor, or is None if there are none."""
         self._sent = sent  # its tensors are on the device; other fields may be set until `get_output` is called
         self._wait = wait
         self.step: StepResult | None = None
@@ -148,7 +148,7 @@ class Report(AsyncModelRunnerOutput):
         if self._wait is None:
             return self._sent
         packed, begin = self._wait(), 0
-        self._wait = None  # release the copy on the device
+        self._wait = None  # release the device's copy
 
         def cut(like: torch.Tensor) -> torch.Tensor:
             nonlocal begin
@@ -195,8 +195,8 @@ class Report(AsyncModelRunnerOutput):
 def copy_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy that vLLM can serialize.
 
-    vLLM's encoder views a tensor as bytes, which requires the last stride to be 1. A contiguous tensor may have any
-    stride in a dimension of size 1, so `contiguous` could return it unchanged.
+    vLLM's message encoder views a tensor as bytes, which requires the last stride to be 1. A contiguous tensor may have
+    any stride in a dimension of size 1, so `contiguous` could return it unchanged.
     """
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -220,7 +220,7 @@ def _list_sampled_tokens(step: StepResult) -> list[list[int]]:
 
 
 def _join_logprobs(step: StepResult, sampled: list[list[int]]) -> LogprobsLists | None:
-    """Return one table for all tokens of the step. Requests that ask for fewer scores leave some of it empty."""
+    """Return one table for all of the step's tokens. Entries that a request did not ask for are empty."""
     verified = step.verification
     if verified is None or not _has_scores(verified):
         return None

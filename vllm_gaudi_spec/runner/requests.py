@@ -1,8 +1,8 @@
 """Request state that persists across steps, with one row per running request.
 
-The device holds what changes with every token, namely the token history and how many of its tokens have KV, so that no
-work between two steps waits for the host. The host holds the scheduler's data: block tables and parameters. Hidden
-states are in hidden_states.py.
+The device holds the state that changes with every token: the token history and the number of its tokens that have KV.
+Work between two steps therefore never waits for the host. The host holds the scheduler's data: block tables and
+parameters. Hidden states are in hidden_states.py.
 
 Row `pad_row` belongs to no request. Padding reads from and writes to this row.
 """
@@ -48,9 +48,9 @@ class Requests:
 
         Args:
             windows: Sliding window of each KV cache group's layers, or None.
-            in_flight: Maximum number of tokens by which the host may overcount a row, including the step's tokens.
-            keeps_kv: False for encoders, whose KV is needed only during one forward and whose requests get no blocks
-                from the scheduler.
+            in_flight: Maximum number of tokens by which the host may overestimate a row's length, counting this step's.
+            keeps_kv: False for encoders, whose KV is needed only during one forward pass and whose requests get no
+                blocks from the scheduler.
         """
         self.backend = backend
         self._windows = list(windows or [None] * len(block_sizes))
@@ -65,7 +65,7 @@ class Requests:
         self.ended: list[str] = []
         """IDs of the requests that finished in the last `apply`."""
         self.loaded_blocks: list[int] = []
-        """KV blocks that a KV connector starts to fill in the last `apply`."""
+        """KV blocks that a KV connector fills in the current step."""
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._seed = seed
         self._num_seen = 0
@@ -75,7 +75,7 @@ class Requests:
         self.num_blocks = [np.zeros(max_rows + 1, dtype=np.int64) for _ in sizes]
         # The history is flat, since devices that capture steps can change a tensor only as a whole, not through a view.
         self.max_len = max_len
-        if (max_rows + 1) * max_len >= 2**31:  # token addresses have 32 bits
+        if (max_rows + 1) * max_len >= 2**31:  # token addresses are 32-bit
             raise UnsupportedConfigError(
                 f"Token histories of {max_rows} requests of up to {max_len} tokens need more than 2^31 entries. Lower "
                 "--max-num-seqs or --max-model-len."
@@ -83,7 +83,7 @@ class Requests:
         self._history = torch.zeros((max_rows + 1) * max_len, dtype=torch.int32, device=backend.traits.torch_device)
         self.computed_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.traits.torch_device)
         self.num_drafts_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.traits.torch_device)
-        """Number of drafts after each row's last token that await verification, or `FAULTY`."""
+        """Number of drafts that await verification after each row's last token, or `FAULTY`."""
         self._write_rows = backend.graphs.graph(self._start_rows)
 
     @staticmethod
@@ -93,11 +93,11 @@ class Requests:
 
     @property
     def history_RM(self) -> torch.Tensor:
-        """Return int32 [R, M]: every row's tokens, read-only."""
+        """Return a read-only view of every row's tokens, int32 [R, M]."""
         return self._history.view(-1, self.max_len)
 
     def in_use(self) -> dict[str, int]:
-        """Return the numbers of requests and rows in use. Both are 0 after a step reports that all requests ended."""
+        """Return the numbers of requests and rows in use. Both are 0 after a step that ends all requests."""
         return {"requests": len(self.by_id), "rows": self.pad_row - len(self._free_rows)}
 
     # --- the scheduler's output ---
@@ -105,9 +105,9 @@ class Requests:
     def apply(self, scheduled: SpecSchedulerOutput) -> None:
         """Apply the scheduler's output.
 
-        Rows are freed before requests are admitted, since an ID may leave and return in one step. IDs are sorted
-        because the iteration order of a set of strings differs between processes, but all ranks must assign the same
-        rows.
+        Rows are freed before requests are admitted, because an ID may end and be admitted again in one step. IDs are
+        sorted because the iteration order of a set of strings differs between processes, but all ranks must assign the
+        same rows.
         """
         self.admitted.clear()
         self.freed_rows.clear()
@@ -187,7 +187,7 @@ class Requests:
         )
 
     def warm_up(self) -> None:
-        """Run the graphs used to admit requests on the pad row."""
+        """Run the graphs for admitting requests, using the pad row."""
         for num_rows in group_sizes(self.pad_row):
             tokens_NM = np.zeros((num_rows, self.max_len), dtype=np.int32)
             self._write([self.pad_row] * num_rows, tokens_NM, [0] * num_rows)
@@ -233,7 +233,7 @@ class Requests:
         return HostBlocks(tables, tuple(self.block_sizes), lengths_B=lengths_B, counts_B=counts_B)
 
     def decode_blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> HostBlocks:
-        """Return the blocks of a decode whose first rows have `ends` tokens. `Shapes` defines `context` for decodes."""
+        """Return the blocks for a decode whose first rows have `ends` tokens. `Shapes` defines a decode's `context`."""
         if not self.backend.traits.flat_decode:
             return self.blocks(rows_np, ends, context)
         tables, flat = [], []
@@ -258,7 +258,7 @@ class Requests:
     # --- batches, padded to a shape and copied to the device ---
 
     def pad_rows(self, members: Sequence[Request], size: int) -> np.ndarray:
-        """Return int32 [size]: the rows of `members`, followed by copies of the pad row."""
+        """Return the rows of `members` followed by copies of the pad row, int32 [size]."""
         rows_np = np.full(size, self.pad_row, dtype=np.int32)
         rows_np[: len(members)] = [request.row for request in members]
         return rows_np
@@ -268,8 +268,8 @@ class Requests:
 
         Args:
             planned: The planned batch.
-            max_drafts: For drafters on the device, the maximum number of drafts per row after this step.
-            more: Data that a drafter on the host passes for each request.
+            max_drafts: For device drafters, the maximum number of drafts per row after this step.
+            more: Data for each request from a drafter that runs on the host.
         """
         shape, members, counts = planned.shape, planned.requests, planned.counts
         header_np = np.zeros((4, shape.rows), dtype=np.int32)
@@ -311,13 +311,13 @@ class Requests:
     # --- state on the device ---
 
     def tokens_at(self, rows_B: torch.Tensor, positions_BQ: torch.Tensor) -> torch.Tensor:
-        """Return int32, in the shape of `positions_BQ`: the tokens at these positions of the rows' histories."""
+        """Return the tokens at these positions in the rows' histories, as int32 in the shape of `positions_BQ`."""
         shape = positions_BQ.shape
         index = rows_B.view(-1, *[1] * (len(shape) - 1)) * self.max_len + positions_BQ
         return self._history.index_select(0, index.flatten()).view(shape)
 
     def advance(self, rows_B: torch.Tensor, last_B: torch.Tensor, verification: Verification) -> None:
-        """Append the sampled tokens and remove the drafts that followed them.
+        """Append the sampled tokens and clear the rows' drafts.
 
         `last_B` is the position of each row's last token before this step.
         """
@@ -331,16 +331,16 @@ class Requests:
         self.num_drafts_R.index_copy_(0, rows_B, torch.zeros_like(rows_B, dtype=torch.int32))
 
     def count_reported_drafts(self, rows_B: torch.Tensor, num_verified_B: torch.Tensor) -> torch.Tensor:
-        """Return int32 [B]: the number of drafts verified by a step, as reported to the host.
+        """Return the number of each row's verified drafts, as reported to the host, int32 [B].
 
-        It is `FAULTY` if the drafter failed, and `UNVERIFIED` if the row had drafts but none was verified.
+        The number is `FAULTY` if the drafter failed and `UNVERIFIED` if the row had drafts but none were verified.
         """
         num_drafts_B = self.num_drafts_R.index_select(0, rows_B)
         reported_B = torch.where((num_drafts_B > 0) & (num_verified_B == 0), UNVERIFIED, num_verified_B)
         return torch.where(num_drafts_B == FAULTY, FAULTY, reported_B).int()
 
     def lengths(self, rows_B: torch.Tensor) -> torch.Tensor:
-        """Return int32 [B]: the token counts of rows that have sampled. All tokens except the newest have KV."""
+        """Return the lengths of rows that have sampled, int32 [B]. All tokens except the newest have KV."""
         return self.computed_R.index_select(0, rows_B) + 1
 
     def drafts(self, rows_B: torch.Tensor, num_drafts: int) -> Drafts:
@@ -355,14 +355,14 @@ class Requests:
         self.backend.row_operations.put(self.num_drafts_R, rows_B, drafts.num_drafts_B, pad_row=self.pad_row)
 
     def put_host_drafts(self, rows_B: torch.Tensor, more_BX: torch.Tensor) -> None:
-        """Write drafts made on the host. Each row of `more_BX` contains the number of drafts, then the tokens."""
+        """Write drafts made on the host. Each row of `more_BX` holds the number of drafts, followed by the tokens."""
         num_drafts_B, tokens_BK = more_BX.split([1, more_BX.shape[1] - 1], dim=1)
         self.put_drafts(rows_B, self.lengths(rows_B), Drafts(tokens_BK, num_drafts_B.squeeze(1)))
 
     def _append(
         self, rows_B: torch.Tensor, first_B: torch.Tensor, tokens_BN: torch.Tensor, num_B: torch.Tensor
     ) -> None:
-        """Write each row's first `num_B` tokens, starting at position `first_B`. The others go to the pad row."""
+        """Write each row's first `num_B` tokens, starting at position `first_B`. The rest go to the pad row."""
         self.backend.row_operations.append(
             self._history, rows_B, first_B, tokens_BN, num_B, width=self.max_len, pad_row=self.pad_row
         )
@@ -376,7 +376,7 @@ class Requests:
 
 
 def _assign_in_turn(num_rows: int, ends: Sequence[int], context: int, block_size: int) -> np.ndarray:
-    """Return int32 [B, W]: consecutive blocks for each row in turn, starting at block 1. No row keeps this memory."""
+    """Return consecutive blocks for each row in turn, starting at block 1, int32 [B, W]. No row keeps its blocks."""
     counts_np = np.zeros(num_rows, dtype=np.int32)
     counts_np[: len(ends)] = -(-np.asarray(ends, dtype=np.int32) // block_size)
     first_np = 1 + counts_np.cumsum(dtype=np.int32) - counts_np
@@ -387,10 +387,10 @@ def _assign_in_turn(num_rows: int, ends: Sequence[int], context: int, block_size
 def _list_blocks(
     table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray, num_entries: int, group: int
 ) -> np.ndarray:
-    """Return the rows' blocks from `begin_np` to `end_np`, in the format of `Blocks.flat`, `group` blocks per entry.
+    """Return the rows' blocks from `begin_np` to `end_np` in the `Blocks.flat` format, with `group` blocks per entry.
 
-    Padding entries belong to no row. For a resumed request, vLLM uses block 0 for blocks that a sliding window has
-    passed. Such blocks are omitted.
+    Padding entries belong to no row. For a resumed request, vLLM substitutes block 0 for blocks before the sliding
+    window. Such blocks are omitted.
     """
     rows = len(table_np)
     table_np = table_np[:, : max(int(end_np.max(initial=0)), 1)]

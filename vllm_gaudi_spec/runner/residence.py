@@ -25,14 +25,14 @@ WEIGHTS, KV = "weights", "kv_cache"  # vLLM's tags
 
 
 class Residence:
-    """Manages the memory of weights and KV, which sleep frees and updates overwrite."""
+    """Manages the memory for weights and KV. Sleep frees this memory, and weight updates overwrite it."""
 
     def __init__(self, backend: DeviceBackend, target: LoadedModel, drafter: LoadedModel | None) -> None:
         self._backend, self._target, self._drafter = backend, target, drafter
         self._asleep: dict[str, Callable[[], None]] = {}
         """Maps a tag to the function that restores its memory."""
         self._incomplete: list[LoadedModel] = []
-        """Models with incomplete weights, after level 2 sleep or a failed update."""
+        """Models whose weights are incomplete after level 2 sleep or a failed update."""
 
     def check_weights(self) -> None:
         if self._incomplete:
@@ -73,7 +73,7 @@ class Residence:
         *,
         is_draft: bool = False,
     ) -> None:
-        """Copy new target or drafter weights over those that steps read. The arguments are those of vLLM's method."""
+        """Overwrite the target's or the drafter's weights with new ones. The arguments are those of vLLM's method."""
         if (loaded := self._drafter if is_draft else self._target) is None:
             raise UnsupportedConfigError("The engine has no drafter with weights; leave out is_draft.")
         if not is_checkpoint_format:
@@ -85,7 +85,7 @@ class Residence:
         finalize_layerwise_reload(loaded.model, loaded.model_config)  # An earlier update may have failed.
         self._incomplete.append(loaded)
         config = copy(loaded.vllm_config)
-        # Use copies, since vLLM writes `weights_path` to the configuration.
+        # Use copies, because vLLM writes `weights_path` to the configuration.
         config.model_config, config.load_config = copy(loaded.model_config), loaded.load_config
         loads_on = upstream.device_type_while_loading(loaded.load_config.device)
         with upstream.tensor_parallel_group(loaded.group), loads_on:

@@ -1,6 +1,6 @@
 """Sizes of the buffers that each request needs in addition to its KV and recurrent states.
 
-The server and `gaudi-spec doctor`, which loads no model, both compute the sizes here.
+Both the server and `gaudi-spec doctor`, which loads no model, use these functions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def make_hidden_states(
     carried_size: int | None,
     device: torch.device,
 ) -> HiddenStateBuffer:
-    """Allocate the buffer. `output_format` is the size and dtype of a forward's output per token."""
+    """Allocate the buffer. `output_format` is the size and dtype of a forward pass's output per token."""
     hidden_size, dtype = output_format
     return HiddenStateBuffer(
         num_rows=max_rows + 1,
@@ -52,7 +52,7 @@ def count_row_bytes(
     output_format: tuple[int, torch.dtype],
     carried_size: int | None,
 ) -> dict[str, int]:
-    """Return the number of bytes for each purpose."""
+    """Return the number of bytes that these buffers need, by purpose."""
     max_rows = vllm_config.scheduler_config.max_num_seqs
     states = make_hidden_states(max_rows, shapes, num_drafts, output_format, carried_size, torch.device("meta"))
     return {

@@ -33,7 +33,7 @@ def fit(buckets: tuple[int, ...], size: int) -> int:
 
 
 def fit_or_largest(buckets: tuple[int, ...], size: int, largest: int, name: str) -> int:
-    """Return the bucket for `size`, or `largest` if the user's list is too short, which is captured while serving."""
+    """Return the bucket for `size`, or `largest`, which is captured while serving, if the user's list is too short."""
     if size <= buckets[-1]:
         return fit(buckets, size)
     logger.warning_once(
@@ -52,16 +52,16 @@ def fit_or_largest(buckets: tuple[int, ...], size: int, largest: int, name: str)
 class Shapes:
     decode_rows: tuple[int, ...]
     sample_rows: tuple[int, ...]
-    """Numbers of rows in sampling passes. There are fewer than for decodes if a pass is captured for every branch."""
+    """Numbers of rows in sampling passes: fewer than in `decode_rows` if a pass is captured for every branch."""
     decode_queries: tuple[int, ...]
     """1 for plain decodes, and 1 + j for each number j of drafts per row that a step may verify."""
     prefill_rows: tuple[int, ...]
-    """Numbers of prompt chunks that may share a forward, one row per chunk, unless chunks are split into slices."""
+    """Numbers of one-row prompt chunks that may share a forward pass, unless chunks are split into slices."""
     prefill_queries: tuple[int, ...]
     contexts: tuple[int, ...]
     """Maximum numbers of KV tokens per row."""
     entries: tuple[int, ...]
-    """Total KV blocks in a decode, for devices that list them. If empty, decodes use `contexts` too."""
+    """Total numbers of KV blocks in a decode, for devices that list blocks. If empty, decodes also use `contexts`."""
     max_len: int
     """Maximum number of tokens in a row."""
     block_size: int
@@ -69,9 +69,9 @@ class Shapes:
     most_rows: int
     """Maximum number of rows: at least `--max-num-seqs`, even if a user's list of `decode_rows` is shorter."""
     longest_chunk: int
-    """Maximum padded length of a chunk, which exceeds a user's list of `prefill_queries` if that is shorter."""
+    """Maximum padded length of a chunk. It exceeds `prefill_queries` if the user's list is too short."""
     max_prefill_tokens: int
-    """Maximum number of tokens, with padding, in prompt chunks that share a forward. A single chunk may be longer."""
+    """Maximum number of tokens, with padding, in chunks that share a forward pass. A single chunk may be longer."""
     causal_first_chunks: bool = False
     """Whether the smallest context of a chunk is reserved for chunks that start at position 0."""
     computes_padding: bool = False
@@ -79,7 +79,7 @@ class Shapes:
     slice_tokens: int = 0
     """Length of the rows into which prompt chunks are split (see `slices`), or 0 if each chunk has one row."""
     slice_rows: tuple[int, ...] = ()
-    """Numbers of such rows that may share a forward."""
+    """Numbers of such rows that may share a forward pass."""
 
     @classmethod
     def from_config(
@@ -123,12 +123,12 @@ class Shapes:
         else:
             longest_chunk = prefill[-1]
         size = block_size or backend.traits.block_size
-        # If nothing is captured, one longer forward is no faster than two and needs more memory.
+        # If nothing is captured, one longer forward pass is no faster than two and needs more memory.
         most_tokens = max(prefill[-1], scheduler.max_num_batched_tokens if backend.traits.captures else 0)
         slice_tokens = 0 if slices_chunks is False else backend.traits.slice_tokens
         slice_rows: tuple[int, ...] = ()
         if slice_tokens and not (options.prefill_rows or options.prefill_buckets) and _can_slice(vllm_config):
-            # This one list is used for all chunks, so it may be twice as long.
+            # All chunks use this list, so it may be twice as long.
             lengths = divided_powers(slice_tokens, most_tokens, traits.prefill_step, 8)
             slice_rows = tuple(length // slice_tokens for length in lengths)
         widest_chunk = slice_tokens if slice_rows and slices_chunks else longest_chunk
@@ -154,8 +154,8 @@ class Shapes:
         )
 
     def change_length(self, max_len: int, backend: DeviceBackend) -> Shapes:
-        """Return shapes with the same batches, for rows of up to `max_len` tokens that use block tables."""
-        # A drafter's step may read one more token than a verify step.
+        """Return shapes for the same batches with rows of up to `max_len` tokens that use block tables."""
+        # A drafter's step may read one more token than a verification step.
         widest = max(self.longest_chunk, self.decode_queries[-1] + 1)
         return replace(
             self,
@@ -204,7 +204,7 @@ class Shapes:
         """Return the shape of a decode. `num_rows` may exceed the length of `ends`."""
         rows, context = self.fit_rows(max(len(ends), num_rows)), self.decode_context(ends)
         if self.entries and rows > self.fit_rows(len(ends)):
-            # Smaller totals belong to shapes with fewer rows.
+            # Smaller totals are listed only with fewer rows.
             sizes = (size for of_rows, size in self.decode_sizes() if of_rows == rows and size >= context)
             context = min(sizes, default=context)
         return Shape(DECODE, rows, num_queries, context)
@@ -227,13 +227,13 @@ class Shapes:
         return shape.context == self.prefill_contexts(shape.queries)[0]
 
     def prefill_slices(self, num_rows: int, end: int) -> Shape:
-        """Return the shape for prompt chunks in slices that have `num_rows` rows in total."""
+        """Return the shape for prompt chunks that are split into `num_rows` slices in total."""
         context = fit(self.prefill_contexts(self.slice_tokens), end)
         return Shape(PREFILL, fit(self.slice_rows, num_rows), self.slice_tokens, context)
 
     def prefill_contexts(self, queries: int) -> tuple[int, ...]:
-        """Return the possible contexts of chunks in this bucket: one for a prompt's first chunk, then those for later
-        chunks."""
+        """Return the possible contexts for chunks in this bucket: first the one for a prompt's first chunk, then those
+        for later chunks."""
         if len(self.contexts) == 1 and not self.causal_first_chunks:
             return self.contexts  # the device reads only a row's own blocks, regardless of the width
         first = round_up(queries, self.block_size)
@@ -242,7 +242,7 @@ class Shapes:
         return tuple(sorted({first, *(size for size in self.contexts if first < size < longest), longest}))
 
     def prefill_rows_at(self, queries: int) -> int:
-        """Return how many chunks in this bucket may share a forward."""
+        """Return how many chunks in this bucket may share a forward pass."""
         bucket = self.fit_queries(queries)
         if bucket > self.prefill_queries[-1]:
             return 1  # captured while serving, and larger than the sizes whose memory was measured
@@ -254,9 +254,10 @@ class Shapes:
         return max(self.longest_chunk, *(shape.tokens for shape in self.prefills()))
 
     def split_chunks(self, counts: Sequence[int]) -> list[int]:
-        """Return the number of adjacent chunks in each rectangle that minimizes the total time of forwards and padding.
+        """Split adjacent chunks into rectangles so that forward passes and padding take the minimum total time.
 
-        `counts` holds the chunks' token counts. A chunk may read the KV of earlier chunks, so chunks keep their order.
+        Return the number of chunks in each rectangle. `counts` holds the chunks' token counts. A chunk may read the KV
+        of earlier chunks, so chunks keep their order.
         """
         sizes = self._split_slices(counts) if self.slice_tokens else self._split_rows(counts)
         parts, first = [], 0
@@ -266,7 +267,7 @@ class Shapes:
         return parts
 
     def _split_rows(self, counts: Sequence[int]) -> list[int]:
-        """Return, for each chunk, the number of chunks in the cheapest rectangle that begins with it, one row each."""
+        """For each chunk, return the number of one-row chunks in the cheapest rectangle that begins with it."""
         queries = [self.fit_queries(count) for count in counts]
         most_rows = [self.prefill_rows_at(count) for count in counts]
         padded_rows = [fit(self.prefill_rows, size) for size in range(self.prefill_rows[-1] + 1)]
@@ -286,7 +287,7 @@ class Shapes:
         return sizes
 
     def _split_slices(self, counts: Sequence[int]) -> list[int]:
-        """Return, for each chunk, the number of chunks in the cheapest rectangle of slices that begins with it."""
+        """For each chunk, return the number of chunks in the cheapest rectangle of slices that begins with it."""
         listed_np = np.array(self.slice_rows)
         total_np = np.cumsum([0, *(-(-count // self.slice_tokens) for count in counts)])
         costs_np, sizes = np.zeros(len(counts) + 1), [1] * len(counts)
@@ -315,7 +316,7 @@ class Shapes:
         ]
 
     def decode_sizes(self) -> list[tuple[int, int]]:
-        """Return the rows and context of every reachable decode."""
+        """Return the number of rows and the context of every reachable decode."""
         if not self.entries:
             return list(product(self.decode_rows, self.contexts))
         max_blocks = -(-self.max_len // self.block_size)
@@ -338,25 +339,26 @@ class Shapes:
 
 
 _SMALLEST_PASS = 16
-"""Minimum positions per pass. Smaller passes take about as long, as reading the output layer's weights dominates."""
+"""Minimum positions per sampling pass. Smaller ones take about as long, as reading the output layer dominates."""
 _MOST_LISTS, _MOST_RECTANGLES = 7, 5
-"""Maximum numbers of sizes per branch. With one number of drafts, they limit a configuration to 40 sampling graphs, or
-80 if passes make drafts only in some steps."""
+"""Maximum numbers of position lists and rectangles per branch. If steps always verify the same number of drafts, these
+limit a configuration to 40 sampling graphs, or 80 if sampling passes make drafts only in some steps."""
 
 
 class SampleShapes:
     """The complete list of sampling pass shapes.
 
-    If each shape and branch is compiled, a pass lists the positions to sample, independent of their rows. Verification
-    of a few rows then shares a graph with a plain step of many rows, and a row without drafts has one position in
-    either case. Otherwise, and if an acceptance rule needs all positions of a row together, a pass is a rectangle.
+    If each combination of shape and branch is compiled, a sampling pass lists the positions to sample, regardless of
+    their rows. Verifying a few rows then shares a graph with sampling many rows without drafts, and a row without
+    drafts always has one position. Otherwise, or if an acceptance rule needs all of a row's positions together, a pass
+    is a rectangle.
     """
 
     def __init__(self, shapes: Shapes, *, max_rows: int, lists: bool, needs_rectangle: dict[bool, bool]) -> None:
         """
         Args:
-            lists: Whether passes list positions.
-            needs_rectangle: Whether a pass needs a rectangle, for greedy (False) and random (True) verification.
+            lists: Whether sampling passes list positions.
+            needs_rectangle: Whether a pass must be a rectangle for greedy (False) and for random (True) verification.
         """
         self._lists = lists
         self._needs_rectangle = needs_rectangle
@@ -392,7 +394,7 @@ class SampleShapes:
     def _sizes(self, branch: Branch) -> tuple[int, ...]:
         if not self._needs_rectangle[branch.random]:
             return _thin_out(self._usual, branch)
-        # These are only plain steps, with one position per row. Verify steps have as many graphs again.
+        # These only serve steps without drafts. Verification steps have as many graphs again.
         plain = tuple(size for size in self._usual if size <= fit(self._usual, self._max_rows))
         return _thin_out(plain, branch, at_least=2)
 
@@ -401,13 +403,13 @@ class SampleShapes:
 
 
 def _thin_out(sizes: tuple[int, ...], branch: Branch, at_least: int = 1) -> tuple[int, ...]:
-    """Return every second or fourth size for branches that few requests need, or at least every `at_least`-th."""
+    """Return every second or fourth size for branches that few requests need, and at most every `at_least`-th size."""
     step = 4 if branch.is_rarest else 2 if branch.is_full else 1
     return sizes[:: -max(step, at_least)][::-1]
 
 
 def _halve(largest: int, smallest: int) -> tuple[int, ...]:
-    """Return `largest` and its repeated halves, down to at least `smallest`, so that a full batch with drafts fits
+    """Return `largest` and its repeated halves, down to `smallest` or more, so that a full batch with drafts fits
     exactly."""
     sizes = [largest]
     while sizes[-1] >= 2 * smallest:
@@ -416,20 +418,20 @@ def _halve(largest: int, smallest: int) -> tuple[int, ...]:
 
 
 def _contexts(max_len: int, widest: int, backend: DeviceBackend) -> tuple[int, ...]:
-    # The last query of a padded chunk or a verify step may lie past the longest context.
+    # The last query of a padded chunk or a verification step may lie past the longest context.
     reach = round_up(max_len + widest, 128)
     return (reach,) if backend.traits.exact_context_width else geometric(512, reach, 2.0)
 
 
 _TOKENS_OF_A_FORWARD = 256
-"""Number of padding tokens that take about as long as another forward, which reads all weights again."""
+"""Number of padding tokens that take about as long as another forward pass, which reads all weights again."""
 
 BLOCK_SHARING = 3
 """Assumed maximum number of sequences with a common prefix that list the same KV block.
 
 Without this limit, the largest bucket would be max_num_seqs * max_model_len, regardless of the available memory.
-vllm-gaudi ran out of memory in warm-up for this reason and has had this limit since vllm-gaudi#1700, which observed
-about 2.
+vllm-gaudi ran out of memory in warm-up for this reason and has had this limit since vllm-gaudi#1700, where a value of
+about 2 was observed.
 """
 
 
@@ -442,7 +444,7 @@ def _entries(listed: tuple[int, ...] | None, max_entries: int, num_blocks: int |
 
 def _choose_prefill_rows(vllm_config: VllmConfig, options: Options, backend: DeviceBackend) -> tuple[int, ...]:
     lockstep = ranks_in_step(vllm_config) > 1
-    # A rectangle as wide as that of one rank and as long as that of another need not be listed.
+    # A rectangle that combines one rank's width with another rank's length might not be listed.
     rows = options.prefill_rows or ((1,) if lockstep else backend.traits.prefill_rows)
     if 1 not in rows:
         raise UnsupportedConfigError("additional_config.gaudi_spec.prefill_rows must contain 1.")
@@ -457,8 +459,8 @@ def _choose_prefill_rows(vllm_config: VllmConfig, options: Options, backend: Dev
 def _can_slice(vllm_config: VllmConfig) -> bool:
     """Whether prompt chunks may take several rows.
 
-    Rows of a recurrent state, image rows, and rows of pooled texts each belong to one request, and data-parallel peers
-    run chunks one by one.
+    A request that has a recurrent state, has images, or is pooled must have a single row, and data-parallel peers run
+    chunks one by one.
     """
     model = vllm_config.model_config
     has_parts = model.is_multimodal_model or model.runner_type == "pooling"

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _TIMED_STEPS, _TIMED_ROUNDS = 3, 3
-"""Number of decodes whose mean time is measured, and number of such measurements, of which the minimum is used."""
+"""Number of decodes averaged per measurement, and number of measurements, the fastest of which is used."""
 
 
 def jobs(runner: ModelRunner) -> Iterator[Job]:
-    """Yield jobs for every step signature that the configuration can reach, with the largest forwards first."""
+    """Yield jobs for every step signature that the configuration can reach, with the largest forward passes first."""
     yield Job("states", partial(_touch_states, runner))
     for extension in runner.extensions:
         yield from extension.jobs()
@@ -61,7 +61,7 @@ def should_run(job: Job, max_tokens: int) -> bool:
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Run the jobs of up to `warmup_tokens` tokens, or all jobs if it is -1."""
+    """Run the jobs that have up to `warmup_tokens` tokens, or all jobs if that option is -1."""
     recorder, backend = runner.recorder, runner.backend
     asked = runner.options.warmup_tokens
     max_tokens = backend.traits.warmup_tokens if asked is None else asked
@@ -139,10 +139,10 @@ def _forward(runner: ModelRunner, shape: Shape) -> None:
 
 
 def _time_steps(runner: ModelRunner, widths: tuple[int, ...], max_tokens: int) -> dict[int, list[float]]:
-    """Map numbers of rows to the seconds of a decode on padding, for each number of drafts per row.
+    """Map each number of rows to the seconds that a decode on padding takes with each number of drafts per row.
 
-    A decode of more than `max_tokens` tokens has no graph yet, so it gets the time measured with fewer rows. Numbers of
-    drafts are measured in turn, so that a brief pause of the machine does not make one of them look slow.
+    A decode of more than `max_tokens` tokens has no graph yet, so the time measured with fewer rows is used. Numbers of
+    drafts are measured alternately, so that a brief pause of the machine does not make one of them look slow.
     """
     times: dict[int, list[float]] = {}
     seconds: dict[int, float] = {}
@@ -158,7 +158,7 @@ def _time_steps(runner: ModelRunner, widths: tuple[int, ...], max_tokens: int) -
 
 
 def _time_step(runner: ModelRunner, rows: int, num_drafts: int) -> float:
-    """Return the seconds per decode in a series of identical decodes. The host does not wait between them."""
+    """Return the seconds per decode in a series of identical decodes, between which the host does not wait."""
     shape = runner.shapes.decode(1 + num_drafts, [], rows)
     sample_shape = runner.sample_shapes.fit(1 + num_drafts, [1 + num_drafts] * min(rows, runner.max_rows), Branch())
     started = 0.0
@@ -177,9 +177,9 @@ def _time_step(runner: ModelRunner, rows: int, num_drafts: int) -> float:
 
 
 def _sampling_pass(runner: ModelRunner, shape: SampleShape, branch: Branch, num_drafts: int) -> Job:
-    """Make the job for a sampling pass and the reports of its step.
+    """Make the job for a sampling pass and the reports that its step may send.
 
-    The pass itself packs its report, unless the report includes log-probabilities or drafts from another graph.
+    The pass itself packs its report unless the report includes log-probabilities or drafts from another graph.
     """
     sizes, has_drafts = report_sizes(shape, branch), runner.drafting.reports_drafts
     reports = [report_signature(sizes, has_drafts=True)] if has_drafts else []
@@ -197,7 +197,7 @@ def _sample(runner: ModelRunner, shape: SampleShape, branch: Branch, num_drafts:
     step = runner.sample(batch, runner.sampling.make_pass(batch, branch, {}, num_drafts))
     if runner.drafting.pass_error is not None:
         raise runner.drafting.pass_error
-    # Wait for the copy, since a device may reuse its host buffer for the next one.
+    # Wait for the copy, because a device may reuse its host buffer for the next copy.
     runner.reports.send(step).to_host()
     if runner.drafting.reports_drafts:
         step.drafts, step.packed = runner.drafts_after(step), None

@@ -19,39 +19,39 @@ if TYPE_CHECKING:
 
 
 class Extension:
-    """Hooks, in the order in which a step calls them. The defaults do nothing."""
+    """Hooks in the order in which a step calls them. By default, they do nothing."""
 
     def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
-        """Apply the scheduler's output, which has already been applied to `requests`."""
+        """Update this extension from the scheduler's output. `requests` already reflects that output."""
 
     def before_forwards(self, scheduled: SpecSchedulerOutput) -> None:
-        """Prepare for the first forward of a step. Also called in a step without forwards."""
+        """Prepare for a step's first forward pass. This is also called in steps without forward passes."""
 
     def fit(self, planned: list[Planned]) -> list[Planned]:
         """Return the batches that this rank runs."""
         return planned
 
     def add_to(self, batch: Batch) -> Batch:
-        """Add the extension's forward inputs to the batch and return it.
+        """Add this extension's inputs for the forward pass to the batch and return the batch.
 
-        On devices that capture steps, padding has no requests but must get inputs of the same form.
+        On devices that capture steps, padding batches have no requests but must get inputs of the same form.
         """
         return batch
 
     def after_forward(self, batch: Batch) -> None:
-        """Use the results of a batch's forward before the next forward overwrites them."""
+        """Use the results of a batch's forward pass before the next pass overwrites them."""
 
     def after_forwards(self, scheduled: SpecSchedulerOutput) -> None:
-        """Run after the last forward of a step."""
+        """Handle the end of a step's forward passes."""
 
     def add_to_result(self, step: StepResult) -> None:
-        """Add results other than sampled tokens to the step's report. `step` is still on the device."""
+        """Add results other than sampled tokens to the step's report. The tensors in `step` are still on the device."""
 
     def end_step(self, output: ModelRunnerOutput | Report) -> None:
-        """Add what the host knows at the end of the step, before the step's results are read."""
+        """Add information that the host has at the end of a step, before it reads the step's results."""
 
     def after_read(self, requests: list[Request], sampled: list[list[int]]) -> None:
-        """Process a step's tokens once the host has read them. Not called with async scheduling."""
+        """Process a step's tokens once the host has read them. This is not called with async scheduling."""
 
     def reset_encoder_cache(self) -> None:
         """Clear the cached encoder outputs."""
@@ -62,5 +62,5 @@ class Extension:
         """Run the operations that change the extension's state during steps."""
 
     def jobs(self) -> Iterator[Job]:
-        """Yield warm-up jobs for graphs other than those of forwards and sampling."""
+        """Yield warm-up jobs for graphs other than the forward and sampling graphs."""
         yield from ()

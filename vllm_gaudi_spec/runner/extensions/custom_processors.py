@@ -1,5 +1,4 @@
-"""User-defined logits processors (`--logits-processors` and entry points). They run on the host and index logits by
-row."""
+"""User-defined logits processors (`--logits-processors`, entry points), which run on the host and index by row."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ class CustomProcessors(Extension):
             request.outputs.extend(new)
 
     def change_logits(self, logits_BQV: torch.Tensor, rows_B: torch.Tensor, *, argmax_invariant: bool) -> None:
-        """Scatter the batch's logits to all rows, since processors index by row, apply them, and gather the results."""
+        """Scatter logits to their requests' rows, apply the processors, which index by row, and gather the results."""
         chosen = [p for p in self._processors if p.is_argmax_invariant() == argmax_invariant]
         if not chosen:
             return

@@ -1,9 +1,9 @@
-"""Data-parallel ranks that share experts, and therefore run every forward of the target in lockstep.
+"""Lockstep for data-parallel ranks that share experts: they run each of the target's forward passes together.
 
 Each rank schedules its own requests. However, experts are distributed across the ranks, which exchange tokens within a
-forward, so all ranks need the same number of forwards with the same numbers of tokens. Before a step computes anything,
-the ranks exchange their lists of rectangles and derive forwards that fit every list. A rank without work in a forward
-runs it on padding.
+forward pass. All ranks therefore need the same number of forward passes, with the same number of tokens in each. Before
+a step computes anything, the ranks exchange their lists of rectangles and derive forward passes that fit every list. A
+rank without work for a pass runs it on padding.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Rectangle(NamedTuple):
 
 
 class SharedForward(NamedTuple):
-    """A forward that all ranks run together."""
+    """A forward pass that all ranks run together."""
 
     rectangle: Rectangle
     ranks: tuple[int, ...]
-    """Ranks with real tokens in the forward."""
+    """Ranks with real tokens in the forward pass."""
 
 
 def merge_plans(plans: list[list[Rectangle]]) -> list[SharedForward]:
-    """Return the forwards that fit every rank's plan.
+    """Return forward passes that fit every rank's plan.
 
-    The forwards keep each plan's order, as a later batch may read what an earlier one wrote. Every rank computes the
-    same result, since each has all plans.
+    Each plan's order is preserved, because a later batch may read what an earlier one wrote. All ranks have all plans,
+    so they compute the same result.
     """
     cursors, steps = [0] * len(plans), list[SharedForward]()
     while True:
@@ -51,7 +51,7 @@ def merge_plans(plans: list[list[Rectangle]]) -> list[SharedForward]:
         }
         if not next_rectangles:
             return steps
-        # Decodes run first, as plans begin with them.
+        # Decodes run first, because plans begin with them.
         decodes = max(one.decodes for one in next_rectangles.values())
         members = {rank: one for rank, one in next_rectangles.items() if one.decodes == decodes}
         rows, queries = (max(getattr(one, name) for one in members.values()) for name in ("rows", "queries"))
@@ -61,10 +61,10 @@ def merge_plans(plans: list[list[Rectangle]]) -> list[SharedForward]:
 
 
 class DataParallelLockstep(Extension):
-    """Fits this rank's batches to the batches of the other ranks."""
+    """Fits this rank's batches to those of the other ranks."""
 
     def __init__(self, shapes: Shapes, max_forwards: int) -> None:
-        """`max_forwards` is the maximum number of forwards in a step."""
+        """Create the extension. `max_forwards` is the maximum number of forward passes in a step."""
         self._shapes = shapes
         self._max_forwards = max_forwards
 
@@ -88,7 +88,7 @@ class DataParallelLockstep(Extension):
         return [[Rectangle(*row) for row in each.tolist() if row[1]] for each in plans]
 
     def _widen(self, batch: Planned | None, rectangle: Rectangle) -> Planned:
-        """Return the batch, or padding, widened to `rectangle`, the largest that any rank needs."""
+        """Widen the batch, or padding if there is none, to `rectangle`, which is as large as any rank needs."""
         if batch is not None and (batch.shape.rows, batch.shape.queries) == rectangle[1:]:
             return batch
         if batch is None:

@@ -26,7 +26,7 @@ IMAGE, VIDEO = "image", "video"
 """Modality names in vLLM."""
 _PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
 _SMALLEST = 64
-"""Number of tokens in a 224 x 224 image, the smallest size for which vLLM captures CUDA graphs of encoders."""
+"""Number of tokens in a 224 x 224 image, the smallest size for which vLLM captures encoder CUDA graphs."""
 
 
 class Item(NamedTuple):
@@ -43,7 +43,7 @@ class Encoding(NamedTuple):
 
     modality: str
     num_rows: int
-    """N: the item's rows, followed by padding rows."""
+    """Number of output rows (N): the item's rows and the padding rows after them."""
     inputs: dict[str, torch.Tensor]
     """Tensors in host memory."""
 
@@ -53,25 +53,25 @@ class Encoding(NamedTuple):
 
 
 class WholeItems:
-    """Encoders with a single size, such as those that scale every image to the same square."""
+    """Encoders with a single input size, such as those that scale every image to the same square."""
 
     def __init__(self, model: Any, width: int) -> None:
-        """`width` is the size of a token's embedding."""
+        """Create the encoders. `width` is the size of a token's embedding."""
         self._model = model
         self.width = width
         """Size of an output row."""
         self._sizes: dict[str, tuple[int, ...]] = {}
-        """Maps a modality to the sizes that warm-up captures, for encoders with padded inputs."""
+        """Maps a modality to the sizes that warm-up captures. Used by encoders with padded inputs."""
 
     def _fit(self, modality: str, size: int) -> int:
-        """Return the padded size: a listed size, or the last one times a power of two, captured while serving."""
+        """Return a listed size, or the last one times a power of two, for which a graph is captured while serving."""
         fitting = next((listed for listed in self._sizes[modality] if listed >= size), self._sizes[modality][-1])
         while fitting < size:
             fitting *= 2
         return fitting
 
     def _list_rows(self, largest: Item) -> tuple[int, ...]:
-        """Return the listed numbers of tokens, for encoders whose inputs are padded by patches."""
+        """Choose and return the token counts to capture, for encoders whose inputs are padded with patches."""
         self._sizes[largest.modality] = geometric(min(_SMALLEST, largest.num_rows), largest.num_rows, 2.0)
         return self._sizes[largest.modality]
 
@@ -83,15 +83,15 @@ class WholeItems:
         return Encoding(item.modality, item.num_rows, _take_inputs(item))
 
     def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return [N, H]. This runs inside a graph, so it must not read tensor values on the host."""
+        """Return the encoded rows, [N, H]. This runs inside a graph, so it must not read tensor values on the host."""
         outputs = [output.flatten(0, -2) for output in self._model.embed_multimodal(**inputs)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 class Tiles(WholeItems):
-    """Encoders that split an image into tiles of one size, encode each tile separately, and are padded by tiles.
+    """Encoders that split an image into tiles of the same size and encode each tile separately.
 
-    A video frame is one tile, so images and videos share one list of sizes.
+    Inputs are padded with tiles. A video frame is one tile, so images and videos share one list of sizes.
     """
 
     def list_encodings(self, largest: Item) -> Iterator[Encoding]:
@@ -116,7 +116,7 @@ class Tiles(WholeItems):
         return super().run(modality, inputs | self._as_one_image(len(inputs["pixel_values"])))
 
     def _as_one_image(self, num_tiles: int) -> dict[str, torch.Tensor]:
-        """Return the other arguments of the vLLM class's method, in host memory."""
+        """Return the other arguments of vLLM's `embed_multimodal` as tensors in host memory."""
         return {"image_num_patches": torch.tensor([num_tiles]), "image_token_id": torch.tensor(0)}
 
 
@@ -128,9 +128,9 @@ class Crops(Tiles):
 
 
 class Patches(WholeItems):
-    """The Qwen-VL encoders, which represent an image of any size as patches, and a video as the patches of all frames.
+    """The Qwen-VL encoders, which represent an image of any size as patches and a video as the patches of all frames.
 
-    Inputs are padded by patches. The vLLM class derives other inputs from the patch grid on the host.
+    Inputs are padded with patches. vLLM's class derives the other inputs from the patch grid on the host.
     """
 
     def __init__(self, model: Any, width: int) -> None:
@@ -144,7 +144,7 @@ class Patches(WholeItems):
 
     def list_encodings(self, largest: Item) -> Iterator[Encoding]:
         for num_rows in self._list_rows(largest):
-            # Use one image per token, since a single long strip would exceed vLLM's position tables.
+            # Use one frame per token, because a single long image would exceed vLLM's position tables.
             grid = [num_rows, self._side, self._side]
             example = _take_inputs(largest)[_PIXELS[largest.modality]]
             pixels = example.new_zeros(num_rows * self._merged, *example.shape[1:])
@@ -166,7 +166,7 @@ class Patches(WholeItems):
         inputs = {"pixels": _with_rows(pixels, num_patches)}
         for name, value in sorted(found.items()):
             if name.startswith("cu_"):
-                # Pad to the maximum number of sequences. The patches after the last one form a separate sequence.
+                # Pad to the maximum number of sequences. The padding patches form a separate sequence.
                 inputs[name] = _with_rows(value, num_rows + 1, fill=int(value[-1]))
             elif name in ("window_index", "reverse_indices"):
                 inputs[name] = torch.cat((value, torch.arange(len(value), num_rows)))
@@ -183,10 +183,10 @@ class Patches(WholeItems):
 
 
 class PlacedPatches(Patches):
-    """The Qwen3-VL encoder, which also adds position embeddings, interpolated from a table, to the patches.
+    """The Qwen3-VL encoder, which also adds position embeddings that it interpolates from a table.
 
-    The host computes the table rows that each patch needs, and the graph reads them. Each output row also holds the
-    values that are added after the model's first layers.
+    The host computes which table rows each patch needs, and the graph gathers them. Each output row also holds the
+    values that are added to the hidden states after the model's first layers.
     """
 
     def __init__(self, model: Any, width: int) -> None:
@@ -213,7 +213,7 @@ class PlacedPatches(Patches):
 
 
 def compute_corners(indices_P2: torch.Tensor, height: int, width: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int64 and float32 [P, 4]: the table rows around each patch and their weights.
+    """Return the table rows around each patch, int64 [P, 4], and their weights, float32 [P, 4].
 
     The table has `side` x `side` positions. The outermost of the `height` x `width` patches lie at its edges.
     """
@@ -228,14 +228,14 @@ def compute_corners(indices_P2: torch.Tensor, height: int, width: int, side: int
 
 
 class SquaresOfPatches(WholeItems):
-    """The Mistral 3 (Pixtral) encoder, which represents an image of any size as patches. Inputs are padded by patches.
+    """The Mistral 3 (Pixtral) encoder, which represents an image of any size as patches.
 
-    vLLM's classes use image sizes to extract patches, embed their positions, and merge squares of patches. Here the
-    host does the first two and orders the patches by square, so that those of one token are adjacent.
+    Inputs are padded with patches. vLLM's classes use image sizes to extract patches, embed positions, and merge
+    squares of patches. Here, the host does the first two and orders patches so that those of a square are adjacent.
     """
 
     def __init__(self, model: Any, width: int) -> None:
-        # This import is local because other models do not need torchvision, which it requires.
+        # Import this locally because it requires torchvision, which other models do not need.
         from vllm_gaudi_spec.upstream.models import position_ids_in_meshgrid
 
         super().__init__(model, width)
@@ -253,7 +253,7 @@ class SquaresOfPatches(WholeItems):
         return self._pad(item.modality, self._make_patches(item), self._fit(item.modality, item.num_rows))
 
     def _make_patches(self, item: Item) -> dict[str, torch.Tensor]:
-        """Return [P, ...]: the pixels, and the rotary embeddings for queries and keys."""
+        """Return the pixels and the rotary embeddings for queries and keys, each [P, ...]."""
         (image,) = _take_inputs(item)[_PIXELS[item.modality]]
         tower, side = self._model.vision_tower, self._side
         size = tower.config.patch_size
@@ -318,7 +318,7 @@ def _copy_on_host(module: nn.Module) -> nn.Module:
 
 
 class Encoders:
-    """A model's encoders, and all sizes that are listed before the first request."""
+    """A model's encoders and the sizes that warm-up captures."""
 
     def __init__(self, vllm_config: VllmConfig, model: nn.Module) -> None:
         config = vllm_config.model_config
@@ -326,7 +326,7 @@ class Encoders:
         form = make(model, config.get_inputs_embeds_size())
         budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY, enable_cache=False)
         self.num_kept = budget.encoder_cache_size
-        """Maximum number of item tokens that vLLM's scheduler keeps cached."""
+        """Maximum number of multimodal tokens that vLLM's scheduler keeps in the encoder cache."""
         self.width = form.width
         self.dtype = config.dtype
         listed: dict[Hashable, Encoding] = {}
@@ -345,5 +345,5 @@ class Encoders:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the cached outputs."""
+        """Size of the buffer for cached outputs."""
         return (self.num_pads + self.num_kept) * self.width * self.dtype.itemsize

@@ -1,6 +1,6 @@
 """KV connectors, which save the KV cache of prompts to external storage and load it from there.
 
-A connector copies KV before and after a step, since a captured step cannot call it from within a layer.
+A connector copies KV before and after a step, because a captured step cannot call it from within a layer.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class KVConnector(Extension):
     """Calls the KV connector of this process."""
 
     def __init__(self, vllm_config: VllmConfig, kv_caches: dict[str, Any]) -> None:
-        """`kv_caches` maps each layer whose KV is transferred to its cache."""
+        """Create the extension. `kv_caches` maps each layer whose KV is transferred to that layer's cache."""
         self._kv_caches = kv_caches
         self._connector = get_kv_transfer_group()
         self._step = ActiveKVConnector(vllm_config, kv_caches)
-        # Some connectors load nothing without metadata, and look for caches in all layers of the forward context.
+        # Some connectors load nothing without metadata. They also look for caches in all layers of the forward context.
         self._context = create_forward_context(dict.fromkeys(kv_caches), vllm_config)
         layers = self._context.no_compile_layers
         self._context.no_compile_layers = {name: layers[name] for name in kv_caches}
@@ -46,10 +46,10 @@ class KVConnector(Extension):
     def load(
         cls, vllm_config: VllmConfig, kv_cache: KVCache, speculation: Speculation | None, drafter: LoadedModel | None
     ) -> KVConnector | None:
-        """Return None if the process has no connector.
+        """Return the extension, or None if the process has no connector.
 
-        A draft model's KV is not transferred. A draft model reads the loaded prompt itself, so it can be used on one
-        side only. A head cannot, because the prompt's hidden states are on the other side.
+        A draft model's KV is not transferred, because the model can read the loaded prompt itself. It can therefore be
+        used on only one side. A head cannot, because the prompt's hidden states are on the other side.
         """
         if not has_kv_transfer_group():
             return None

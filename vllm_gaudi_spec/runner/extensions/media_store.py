@@ -1,9 +1,9 @@
-"""The media store: encoder outputs on devices that capture, one row per token, which prompt chunks read.
+"""The media store, which holds encoder outputs for prompt chunks on devices that capture steps, one row per token.
 
-Rows are numbered like KV slots: the host assigns rows to each image, and a prompt chunk gets one row number per token,
-so its graph does not depend on the images.
+Rows are assigned like KV slots: the host assigns rows to each image, and a prompt chunk receives one row number per
+token. Its graph therefore does not depend on the images.
 
-S: rows of the store. N: rows of an encoder's output. W: width of a row, that is, of a token's embeddings.
+S: rows in the store. N: rows in an encoder's output. W: width of a row, which holds one token's embedding.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MediaStore:
             device=backend.traits.torch_device,
         )
         self._rows_np: dict[str, np.ndarray] = {}
-        """int64: maps an item's hash to its rows."""
+        """Maps an item's hash to its row numbers, int64."""
         self._run_encode = backend.graphs.graph(self._encode)
 
     # --- encoders ---
@@ -65,7 +65,7 @@ class MediaStore:
     def _run(self, encoding: Encoding, rows_np: np.ndarray = _NO_ROWS) -> None:
         """Encode an item and store its output in the rows `rows_np`.
 
-        The rows that follow for padding are never read. Warm-up passes no rows, so its whole output counts as padding.
+        Padding goes to other rows, which are never read. Warm-up passes no rows, so all of its output is padding.
         """
         self._recorder.saw(encoding.signature)
         pads_np = np.resize(self._pads_np, encoding.num_rows - len(rows_np))
@@ -90,7 +90,7 @@ class MediaStore:
     # --- prompt chunks ---
 
     def find_rows(self, batch: Batch, features: dict[str, list[MultiModalFeatureSpec]]) -> torch.Tensor:
-        """Return int64 [T]: each token's store row in a rectangle, or `NO_MEDIA`. `features` maps requests to items."""
+        """Return each token's store row or `NO_MEDIA` for a rectangle, int64 [T]. `features` maps requests to items."""
         rows_np = np.full(batch.shape.tokens, NO_MEDIA, dtype=np.int64)
         for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
             chunk_np = rows_np[row * batch.shape.queries :][:count]

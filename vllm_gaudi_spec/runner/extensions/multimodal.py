@@ -1,4 +1,4 @@
-"""Images, video, and audio in prompts, encoded in the step that the scheduler specifies and merged into embeddings.
+"""Multimodal items in prompts, which are encoded in the step that the scheduler chooses and merged into embeddings.
 
 The encoders, their cache, and the lookup of a chunk's items come from vLLM's newer runner. Drafters see only tokens.
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 _SEEN_BOTH_WAYS_IN_WINDOWS = ("gemma4",)
-"""`model_type` of each model that attends bidirectionally within images only in sliding-window layers."""
+"""The `model_type` of each model that attends bidirectionally within images only in its sliding-window layers."""
 
 
 class Multimodal(Extension):
@@ -49,7 +49,7 @@ class Multimodal(Extension):
         max_rows: int,
         store: MediaStore | None = None,
     ) -> None:
-        """`store` is given if steps are captured."""
+        """Create the extension. `store` is set if the device captures steps."""
         if getattr(model, "_has_oov_mm_tokens", False):
             raise UnsupportedConfigError(
                 f"{model_config.model} marks images by tokens outside of its vocabulary, which is not supported; add "
@@ -61,7 +61,7 @@ class Multimodal(Extension):
         self._cache = EncoderCache()
         self._encoders = EncoderRunner(
             model,
-            max_num_tokens=0,  # the embeddings buffer is not used, as the forward merges the embeddings
+            max_num_tokens=0,  # the buffer is not used, because the forward pass merges the embeddings
             hidden_size=0,
             encoder_cache=self._cache,
             dtype=model_config.dtype,
@@ -72,16 +72,16 @@ class Multimodal(Extension):
         self._sliding_window = model_config.get_sliding_window()
         self._num_dims = model_config.mrope_num_dims if model_config.uses_mrope else 0
         self._rotary_np: dict[str, np.ndarray] = {}
-        """int64 [D, L]: for each prompt with multimodal rotary positions, the positions of its tokens."""
+        """Maps each request whose prompt has multimodal rotary positions to these positions, int64 [D, L]."""
         self._offsets: dict[str, int] = {}
-        """Maps a request to the offset added to the positions of tokens after such a prompt."""
+        """Maps each of these requests to the offset that is added to the positions of tokens after the prompt."""
         self.rotary_offsets: DeviceRows | None = None
-        """The offsets by row, for decodes, where all dimensions of a position are equal. None without M-RoPE."""
+        """The offsets by row for decodes, in which all dimensions of a position are equal. None without M-RoPE."""
         if self._num_dims:
             self.rotary_offsets = DeviceRows(backend, max_rows, np.array(0, dtype=np.int32))
 
     def apply(self, scheduled: SchedulerOutput, requests: Requests) -> None:
-        """Forget ended requests, register admitted ones, and run the encoders that this step needs."""
+        """Remove ended requests, register admitted ones, and run the encoders that this step needs."""
         for mm_hash in scheduled.free_encoder_mm_hashes:
             self._cache.free_encoder_cache(mm_hash)
             if self.store is not None:
@@ -121,16 +121,16 @@ class Multimodal(Extension):
                     store.encode(feature.identifier, item)
 
     def reset_encoder_cache(self) -> None:
-        """Clear the cached encoder outputs, because the weights change."""
+        """Clear the cached encoder outputs, because the weights have changed."""
         self._cache.reset_encoder_cache()
         if self.store is not None:
             self.store.reset()
 
     def add_to(self, batch: Batch) -> Batch:
-        """Add embeddings to the batch, and rotary positions if they differ from token positions, and return it.
+        """Return the batch with embeddings and, if they differ from token positions, rotary positions.
 
         Decodes need neither. However, a prompt's last token may be processed as a decode. If steps are not captured,
-        this is possible even for an image token.
+        that token may belong to an image.
         """
         is_decode = batch.shape.phase == DECODE
         if self.store is not None:
@@ -157,7 +157,7 @@ class Multimodal(Extension):
     def _make_captured_inputs(self, store: MediaStore, batch: Batch) -> MultimodalInputs:
         """Return inputs that have the same form for every batch of prompt chunks.
 
-        A text-only graph would have to be compiled too, and would only save selecting between two rows for each token.
+        A text-only graph would also have to be compiled and would only avoid selecting one of two rows for each token.
         """
         return MultimodalInputs(
             rows_T=store.find_rows(batch, self._cache.mm_features),
@@ -166,7 +166,7 @@ class Multimodal(Extension):
         )
 
     def _gather_embeddings(self, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Return encoder outputs in the order of the batch's tokens, and a mask of the tokens that they replace."""
+        """Return encoder outputs in the order of the batch's tokens and a mask of the tokens that they replace."""
         counts_np = np.array(batch.counts, dtype=np.int64)
         embeddings, is_media_T = self._encoders.gather_mm_embeddings(
             [request.req_id for request in batch.requests],
@@ -198,7 +198,7 @@ class Multimodal(Extension):
         lasts_np = np.zeros((batch.shape.rows, batch.shape.queries), dtype=np.int32)
         for row, first, last in found:
             start = batch.requests[row].num_computed
-            # Otherwise the KV of the image's first tokens would be computed as if the image ended there.
+            # Otherwise, the KV of the image's first tokens would be computed as if the image ended with the chunk.
             assert last < start + batch.counts[row], "a chunk ends within an image"
             lasts_np[row, max(first - start, 0) : last + 1 - start] = last
         rows = None if self.store is not None else self._span_rows(found)

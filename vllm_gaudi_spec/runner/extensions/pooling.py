@@ -36,9 +36,9 @@ def list_tasks(model: Any) -> tuple[str, ...]:
 
 
 def get_output_format(model: Any, config: ModelConfig) -> tuple[int, torch.dtype]:
-    """Return the size and dtype of a forward's output per token.
+    """Return the size and dtype of a forward pass's output per token.
 
-    In vLLM's token classification models, the forward itself returns class scores.
+    In vLLM's token classification models, the forward pass itself returns class scores.
     """
     if config.architecture.endswith("ForTokenClassification") and hasattr(model, "num_labels"):
         return model.num_labels, config.head_dtype
@@ -51,11 +51,11 @@ class Pooling(Extension):
         self._hidden_states = hidden_states
         self._memory = memory
         self.comparisons = LateInteractionRunner(enable_flash=False)
-        """Cached token embeddings of queries, kept until every document has been compared with its query."""
+        """Cached token embeddings of queries. A query is kept until it has been compared with all of its documents."""
         self._states: dict[str, PoolingStates] = {}
-        """Maps a request to the states that its prompt chunks keep until the last chunk, if all states are returned."""
+        """Maps a request to its chunks' hidden states, which are kept until the last chunk if all are returned."""
         self._pooled: dict[str, torch.Tensor] = {}
-        """Outputs of requests whose prompts ended in this step."""
+        """Maps each request whose prompt ended in this step to its output."""
 
     def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
         for req_id in requests.ended:
@@ -68,7 +68,7 @@ class Pooling(Extension):
             self._states[request.req_id] = PoolingStates()
 
     def add_to(self, batch: Batch) -> Batch:
-        """Add token types to the batch if a request has two texts, and return it.
+        """Return the batch with token types if any of its requests has two texts.
 
         vLLM provides the position at which the second text begins.
         """
@@ -105,7 +105,7 @@ class Pooling(Extension):
                 self._pooled[request.req_id] = output
 
     def _gather_states(self, batch: Batch) -> torch.Tensor:
-        """Return [T, H]: the states of the batch's real tokens."""
+        """Return the hidden states of the batch's real tokens, [T, H]."""
         if batch.shape.phase == DECODE:  # prompts with only one token left
             return self._hidden_states.take(batch.inputs.split().rows_B, 1).hidden_NH[: len(batch.requests)]
         begins = range(0, batch.shape.tokens, batch.shape.queries)

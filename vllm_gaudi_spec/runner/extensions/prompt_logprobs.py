@@ -1,6 +1,6 @@
-"""Prompt log-probabilities, which are computed for each prompt chunk and copied to the host after its forward.
+"""Prompt log-probabilities, which are computed and copied to the host after each prompt chunk's forward pass.
 
-These copies are separate from the step's report. The results are reported in the step that ends the prompt.
+These copies are separate from the step's report. The scores are reported in the step that ends the prompt.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.sampling.params import Sampling
 
 _SLICE = 64
-"""Number of prompt positions scored at a time, since the logits of a whole chunk would need too much memory."""
+"""Number of prompt positions scored at a time. The logits of a whole chunk would need too much memory."""
 
 
 class PromptLogprobs(Extension):
@@ -41,7 +41,7 @@ class PromptLogprobs(Extension):
         downloads: Downloads,
         recorder: StepRecorder,
     ) -> None:
-        """`chunk_TH` is the buffer that holds the hidden states of the latest batch of prompt chunks."""
+        """Create the extension. `chunk_TH` holds the hidden states of the latest batch of prompt chunks."""
         self._target = target
         self._chunk_TH = chunk_TH
         self._sampling = sampling
@@ -57,7 +57,7 @@ class PromptLogprobs(Extension):
         ends = dict(zip(batch.requests, batch.ends, strict=True))
         for index, request in enumerate(batch.requests):
             if index and batch.requests[index - 1] is request:
-                continue  # a slice whose states follow those of the previous slice
+                continue  # a slice whose hidden states follow those of the previous slice
             num_requested = request.params.prompt_logprobs
             # After a preemption, outputs are prefilled too, but the user already has the prompt's scores.
             if num_requested is None or len(request.all_token_ids) > request.num_prompt:
@@ -76,16 +76,16 @@ class PromptLogprobs(Extension):
                 request.prompt_logprobs.append(scores)
 
     def add_to_result(self, step: StepResult) -> None:
-        """Add the completed scores, since vLLM expects a prompt's scores in the step that ends the prompt."""
+        """Add the scores of prompts that end in this step, as vLLM expects."""
         for request in step.requests:
             if request.prompt_logprobs:
                 step.prompt_logprobs.append((request, list(request.prompt_logprobs)))
                 request.prompt_logprobs.clear()
 
     def _start_scoring(self, begin: int, tokens: list[int], count: int, row: int) -> Wait:
-        """Score `tokens`, which follow the chunk's tokens from index `begin` on, and start copying scores to the host.
+        """Score `tokens` and start copying the scores to the host.
 
-        A short slice is padded, so that all slices have the same shape.
+        These tokens follow the chunk's tokens from index `begin` on. Short slices are padded to a common shape.
         """
         self._recorder.saw(_signature(count))
         small = np.zeros((3, _SLICE), dtype=np.int64)
@@ -95,7 +95,7 @@ class PromptLogprobs(Extension):
         return self._downloads.start(self._score(self._backend.memory.upload(torch.from_numpy(small)), count))
 
     def _score_slice(self, small_3S: torch.Tensor, count: int) -> torch.Tensor:
-        """Return float32 [S, 2 * (1 + count) + 1]: token IDs, their scores, and the rank of the first token."""
+        """Return token IDs, their scores, and the rank of the first token, float32 [S, 2 * (1 + count) + 1]."""
         index_S, tokens_S, rows_S = small_3S.unbind(0)
         scores = self._target.logits(
             self._chunk_TH.index_select(0, index_S), self._target.gather_adapters(rows_S)
@@ -107,13 +107,13 @@ class PromptLogprobs(Extension):
         return torch.cat((ids.float(), values.float(), ranks.float()[:, None]), dim=1)
 
     def jobs(self) -> Iterator[Job]:
-        # Devices that capture need these graphs for prompts of any length, so `warmup_tokens` must not exclude them.
+        # Devices that capture steps need these graphs for any prompt length, so `warmup_tokens` must not exclude them.
         num_tokens = 0 if self._backend.traits.captures else _SLICE
         for count in self._sampling.prompt_logprob_counts():
             yield Job(PROMPT_LOGPROBS, partial(self._score_padding, count), (_signature(count),), num_tokens)
 
     def _score_padding(self, count: int) -> None:
-        # Wait for the copy, since a device may reuse its host buffer for the next one.
+        # Wait for the copy, because a device may reuse its host buffer for the next copy.
         self._start_scoring(0, [0], count, 0)()
 
 

@@ -1,4 +1,4 @@
-"""Snapshots of recurrent states on the device, stored in the rows that follow those of requests."""
+"""Snapshots of recurrent states, stored on the device in the rows after those of requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SnapshotRows(Extension):
             self._copy(self._requests.by_id[req_id].row, self._first + slot)
 
     def warm_up(self) -> None:
-        """Run a copy within the pad row."""
+        """Copy the pad row to itself."""
         self._copy(self._requests.pad_row, self._requests.pad_row)
 
     def _copy(self, source: int, target: int) -> None:
