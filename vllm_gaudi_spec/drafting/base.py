@@ -51,9 +51,9 @@ class HostProposer(Protocol):
 
 
 class DrafterKVSync:
-    """Drafter KV sync, which keeps the drafter's KV and states consistent with the tokens that the target accepts.
+    """KV sync, which keeps the drafter's KV and hidden states consistent with the tokens that the target accepts.
 
-    This base class also serves drafters without KV or states, for which all events are no-ops.
+    This base class also serves drafters without KV or hidden states, for which all events are no-ops.
     """
 
     has_kv = False
@@ -70,11 +70,11 @@ class DrafterKVSync:
         """Handle a batch after the target's forward pass."""
 
     def before_round(self, sampled: SampledRows, max_drafts_np: np.ndarray, batch: DraftBatch | None) -> None:
-        """Read the tokens that a round needs. This is called after each verification.
+        """Read the tokens that a drafting round needs. This is called after each verification.
 
         Args:
             max_drafts_np: Current maximum number of drafts for each request.
-            batch: The rows on the device, for a drafter with KV, if a round follows or `reads_every_step` is set.
+            batch: The rows on the device if the drafter has KV and either a round follows or `reads_every_step` is set.
         """
 
     def on_drafted(self, requests: list[Request], max_drafts_np: np.ndarray) -> None:
@@ -100,7 +100,7 @@ class DrafterKVSync:
         return None
 
     def on_round_written(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
-        """Update device state after drafts and their KV were written."""
+        """Update device state after drafts and their KV have been written."""
 
     # --- warm-up ---
 
@@ -121,7 +121,7 @@ class DeviceProposer(ABC):
         """Draft tokens for the rows in `request`."""
 
     def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> DrafterKVSync:
-        """Return the drafter's KV sync. The default is for drafters without KV or states."""
+        """Return the drafter's KV sync. The default is for drafters without KV or hidden states."""
         return DrafterKVSync()
 
 
@@ -129,7 +129,7 @@ class ReadBlocks:
     """Tracks which KV blocks a drafter has read.
 
     vLLM shares blocks between requests based on the target's KV alone. The drafter's KV for a block may be missing,
-    because drafting was disabled for that request or at that load. Such a block does not count as read.
+    because drafting was disabled for that request or under that load. Such a block does not count as read.
     """
 
     def __init__(self, requests: Requests, num_blocks: int, groups: list[int], *, keeps_up: bool = False) -> None:
@@ -142,7 +142,7 @@ class ReadBlocks:
         self._sizes = [requests.block_sizes[group] for group in groups]
         self._counts = [requests.num_blocks[group] for group in groups]
         self._read_np = np.zeros(num_blocks, dtype=np.int32)
-        """Number of tokens that the drafter has read at the start of each block. Block 0 is padding."""
+        """Number of tokens that the drafter has read in each block, from the block's start. Block 0 is padding."""
         self._seen = [np.zeros_like(counts) for counts in self._counts]
         """Number of blocks in each row that were initialized here or were already computed at admission."""
         self._keeps_up = keeps_up
@@ -163,7 +163,7 @@ class ReadBlocks:
         self._read_np[block_ids] = max(self._sizes, default=0) if self._keeps_up else 0
 
     def clear_new(self) -> None:
-        """Initialize the blocks that rows received since the last call, which may have been used for other tokens."""
+        """Initialize the blocks that rows received since the last call, which may have held other tokens before."""
         for table, counts, seen, size in zip(self._tables, self._counts, self._seen, self._sizes, strict=True):
             for row in np.flatnonzero(counts > seen):
                 self._read_np[table[row, seen[row] : counts[row]]] = size if self._keeps_up else 0
@@ -189,7 +189,7 @@ class ReadBlocks:
         for table, size in zip(self._tables, self._sizes, strict=True):
             first_np = begins_np // size
             count_np = -(-ends_np // size) - first_np
-            # One entry per block: its row, and its index in the row's table.
+            # One entry per block: its row and its index in the row's table.
             row_np = np.repeat(np.arange(len(rows_np)), count_np)
             index_np = np.arange(len(row_np)) + (first_np + count_np - np.cumsum(count_np))[row_np]
             blocks_np = table[rows_np[row_np], index_np]
@@ -324,8 +324,8 @@ class Drafting:
     def host_drafts(self, requests: list[Request]) -> np.ndarray | None:
         """Return the draft tokens made on the host, which are copied together with the step that verifies them.
 
-        The result, int32 [requests, 1 + K], contains the number of draft tokens, then the tokens. It is None if drafts
-        are made on the device.
+        The result, int32 [requests, 1 + K], contains the number of draft tokens, followed by the tokens. It is None if
+        drafts are made on the device.
         """
         return None
 
@@ -340,10 +340,10 @@ class Drafting:
         return None
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
-        """Update device state in the sampling pass, after it set the rows' lengths to `lengths_B`."""
+        """Update device state in the sampling pass, which has already set the rows' lengths to `lengths_B`."""
 
     def choose_pass_drafts(self, max_drafts: int) -> tuple[int, int]:
-        """Return the number in `pass_drafts` that the sampling pass makes, and the maximum number that a row keeps."""
+        """Return how many drafts (from `pass_drafts`) the sampling pass makes and the maximum that a row keeps."""
         return 0, 0
 
     def draft_in_pass(self, rows_B: torch.Tensor, max_drafts_B: torch.Tensor, branch: Branch, num_drafts: int) -> None:

@@ -1,8 +1,8 @@
 """DFlash, DFlash2 and DSpark: drafters that fill a whole block of tokens in one forward pass.
 
 The drafter stores the context in its own KV: each of its layers projects the target's hidden states to keys and values
-(`BlockModel.write_context`). A round is one rectangle, which contains the newest token and a mask token for each place
-to fill. Its queries attend to the whole context and, in most checkpoints, to each other.
+(`BlockModel.write_context`). A drafting round is one rectangle, which contains the newest token and a mask token for
+each position to fill. The rectangle's queries attend to the whole context and, in most checkpoints, to each other.
 
 Once the target has computed a round's positions, the KV that the round wrote is overwritten from the target's hidden
 states. The drafter therefore follows its target at every step, as a head does (`HeadKVSync`).
@@ -41,14 +41,14 @@ class BlockModel(LoadedHead):
     def __init__(self, *args: Any, **named: Any) -> None:
         with allow_mixed_windows():
             super().__init__(*args, **named)
-        # Drop vLLM's copies of the layers' weights, which are for kernels that only CUDA and CPU have.
+        # Drop vLLM's copies of the layers' weights, which are for kernels that exist only for CUDA and CPU.
         inner = self.model.model
         inner._fused_kv_weight = inner._fused_kv_bias = inner._k_norm_weights = None
         for layer in inner.layers:
             layer.self_attn.attn.impl.is_causal = layer.self_attn.causal
 
     def write_context(self, inputs: Inputs, states_TH: torch.Tensor) -> None:
-        """Write the KV for tokens whose hidden states in the target are `states_TH`."""
+        """Write the KV for tokens whose target hidden states are `states_TH`."""
         packed = Packed.from_counts(inputs.num_real_B, inputs.call.num_queries) if self._packs else None
         if packed is not None:
             inputs, states_TH = inputs.pack(packed), states_TH.index_select(0, packed.index_T)
@@ -81,9 +81,9 @@ class BlockModel(LoadedHead):
 
 
 Scores = Callable[[int, torch.Tensor], torch.Tensor]
-"""Returns a draft token's logits [B, V] over the target's IDs, given its index and the token before it, int32 [B].
+"""Function that returns a draft token's logits over the target's IDs, [B, V].
 
-The first draft token follows the newest token."""
+Its arguments are the draft token's index and the preceding token, int32 [B]. The first one follows the newest token."""
 
 
 def score_independently(model: BlockModel, translation: Translation, hidden_BKH: torch.Tensor) -> Scores:
@@ -109,7 +109,7 @@ def score_by_previous(
 def score_candidates(
     model: BlockModel, vocab_size: int, hidden_BKH: torch.Tensor, newest_B: torch.Tensor, is_drafting_B: torch.Tensor
 ) -> Scores:
-    """Score pairs of neighboring tokens among the C most likely candidates for each place, as DFlash2 does."""
+    """Score pairs of neighboring tokens among the C most likely candidates for each position, as DFlash2 does."""
     logits_NC, ids_NC = model.compute_candidates(hidden_BKH.flatten(0, 1))
     places = hidden_BKH.shape[:2]
     ids_BKC = ids_NC.view(*places, -1).long()
@@ -123,7 +123,7 @@ def score_candidates(
         if step:
             is_previous_BC = ids_BKC.select(1, step - 1) == previous_B[:, None]
             index_B = is_previous_BC.int().argmax(1)
-        else:  # at the first place, all rows of scores are equal, since each follows the newest token
+        else:  # at the first position, all rows of scores are equal, because each follows the newest token
             index_B = torch.zeros_like(previous_B, dtype=torch.int64)
         index_B1C = index_B[:, None, None].expand(-1, 1, scores_BCC.shape[2])
         scores_BC = scores_BCC.gather(1, index_B1C).squeeze(1).float()
@@ -181,7 +181,7 @@ class BlockProposer(HeadProposer):
         )
         hidden_TH = self._model.forward(inputs).last
         hidden_BQH = hidden_TH.view(len(starts_B), num_queries, -1)
-        # In some checkpoints, the newest token's place does not predict a draft token.
+        # In some checkpoints, the newest token's position does not predict a draft token.
         return newest_B1.squeeze(1), hidden_BQH.narrow(1, num_queries - request.num_drafts, request.num_drafts)
 
     def _make_scores(self, newest_B: torch.Tensor, hidden_BKH: torch.Tensor, is_drafting_B: torch.Tensor) -> Scores:
@@ -196,14 +196,14 @@ class BlockProposer(HeadProposer):
 
 
 class BlockKVSync(HeadKVSync):
-    """Writes the drafter's KV from the target's hidden states, without the position shift that other heads have."""
+    """Writes the drafter's KV from the target's hidden states, without the position shift that other heads need."""
 
     def __init__(self, model: BlockModel, context: DraftingContext, row_limits: RowLimits) -> None:
-        # Rounds start from tokens, so no states are carried from one round to the next.
+        # Rounds start from tokens, so no hidden states are carried from one round to the next.
         super().__init__(model, context, row_limits, head_size=0)
         self._model = model
         self._end = context.speculation.get_drafting_end(context.max_model_len)
-        """The row length from which a block would extend beyond the drafter's last position."""
+        """The minimum row length at which a block would extend beyond the drafter's last position."""
 
     def gather_hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         return None
@@ -219,7 +219,7 @@ class BlockKVSync(HeadKVSync):
     def _read_newest(self, queries: int, step: StepInputs) -> None:
         rows = step.split()
         first_B, blocks = self._hidden_states.first(rows.rows_B), rows.blocks._replace(counts_B=None)
-        # The newest token has no state yet. Rejected drafts have states, but these are not read.
+        # The newest token has no hidden state yet. Rejected drafts have hidden states, but these are not read.
         num_read_B = self._requests.lengths(rows.rows_B) - 1 - first_B
         inputs = self._shift_inputs(queries, rows.rows_B, first_B, num_read_B, blocks, ahead=0)
         self._model.write_context(inputs, self._hidden_states.carried(rows.rows_B, queries))

@@ -87,14 +87,14 @@ class DraftChoice:
 
 
 class DraftProbs:
-    """Distributions of draft tokens that await verification, by row. Empty if the rule does not need them."""
+    """Distributions, by row, of draft tokens that await verification. Empty if the rule does not need them."""
 
     def __init__(self, speculation: Speculation, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self._pad_row = max_rows
         self._num_drafts = speculation.num_drafts
         self._probs_NV: torch.Tensor | None = None
-        if speculation.keeps_probs:  # flat, so that fewer than k drafts move fewer distributions
+        if speculation.keeps_probs:  # flat, so that fewer than k drafts copy fewer distributions
             self._probs_NV = torch.zeros(count_distributions(speculation, max_rows), vocab_size, device=device)
 
     def put(self, rows_B: torch.Tensor, drafts: Drafts) -> None:

@@ -1,11 +1,11 @@
 """Drafting with a separate model, which runs k forward passes after each verification.
 
 The drafter's KV is stored in the target's blocks. A draft token's KV is written when the next token is drafted, so the
-last of the k draft tokens has no KV, and two tokens are new to the drafter if all drafts are accepted. The first pass
-in a round therefore always reads the two newest tokens.
+last of the k draft tokens has no KV, and two tokens are new to the drafter if all drafts are accepted. The first
+forward pass in a drafting round therefore always reads the two newest tokens.
 
-`DraftModelKVSync` tracks how many tokens in each row the drafter has read. The device has exact counts. The host has a
-lower bound, since drafts may be in flight. From it, the host decides which rows must catch up, and in which shape.
+`DraftModelKVSync` tracks how many tokens in each row the drafter has read. The device has exact counts. The host has
+lower bounds, because drafts may be in flight, and uses them to decide which rows must catch up and in which shapes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.scheduling.limits import RowLimits
 
 NUM_NEWEST = 2
-"""Number of tokens that the first pass in a round reads."""
+"""Number of tokens that the first forward pass in a round reads."""
 
 
 class AutoregressiveProposer(DeviceProposer):
@@ -73,7 +73,7 @@ class AutoregressiveProposer(DeviceProposer):
 
 
 def make_translation(context: DraftingContext) -> Translation:
-    """Return the translation for a draft model that reads the target's tokens ID by ID."""
+    """Return the translation for a draft model whose input is translated by token ID."""
     if context.pair is not None:
         return context.pair.make_mapped_vocabulary(context.device)
     return require_same_vocabulary(context.vllm_config)
@@ -138,7 +138,7 @@ class DraftModelKVSync(DrafterKVSync):
     has_kv = True
 
     def __init__(self, read: Callable[[Inputs], None], context: DraftingContext) -> None:
-        """`read` writes the drafter's KV for the given tokens. It runs on the device."""
+        """Create the KV sync. `read` writes the drafter's KV for the given tokens on the device."""
         self._read = read
         self._requests = requests = context.requests
         self._recorder = context.recorder
@@ -150,7 +150,7 @@ class DraftModelKVSync(DrafterKVSync):
         self._reach_R = torch.zeros(num_rows, dtype=torch.int32, device=requests.backend.traits.torch_device)
         """Number of tokens in each row for which the drafter has KV, assuming that drafts among them are accepted."""
         self._reach_np = np.zeros(num_rows, dtype=np.int32)
-        """The host's lower bound of `_reach_R`."""
+        """The host's lower bound on `_reach_R`."""
         self._keeps_up_np = np.zeros(num_rows, dtype=bool)
         """Rows where the drafter has read all but the newest tokens, as far as the host knows."""
         self._arrived: set[int] = set()
@@ -193,8 +193,8 @@ class DraftModelKVSync(DrafterKVSync):
         # If a request has several rows, the last one determines how far it is read.
         ends = dict(compress(zip(batch.requests, batch.ends, strict=True), follows))
         self._record_read([*ends], [*ends.values()])
-        # Omit the counts: a row with a gap before its chunk reads both later, when it catches up, and only the device
-        # knows the gap.
+        # Omit the counts. A row with a gap before its chunk reads both when it catches up, and only the device knows
+        # the gap.
         return Read(batch.shape, batch.inputs._replace(counts_B=None))
 
     def _start_rows(self, requests: list[Request]) -> None:
@@ -237,7 +237,7 @@ class DraftModelKVSync(DrafterKVSync):
         rows_np = np.array([request.row for request in requests], dtype=np.int64)
         lags = [_Lag(requests[index]) for index in np.flatnonzero((max_drafts_np > 0) & ~self._keeps_up_np[rows_np])]
         for lag in lags:
-            # Compute an upper bound on the row's length, whatever is in flight.
+            # Compute an upper bound on the row's length, regardless of what is in flight.
             request = lag.request
             lag.end = min(max(request.num_computed + 1 + self._num_drafts, len(request.all_token_ids)), self._max_len)
             lag.gap = lag.end - int(self._reach_np[request.row])

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 Agree = Callable[[Mapping[str, Sequence[int]] | None], bool]
-"""Returns whether all ranks drafted the same tokens. Each rank calls it after a round, with None if drafting failed."""
+"""Function that returns whether all ranks drafted the same tokens. Takes a round's drafts, or None on failure."""
 
 
 class Guard:
@@ -43,7 +43,7 @@ class Guard:
     def handle_error(self, error: Exception, requests: Sequence[Request]) -> None:
         """Handle an exception raised by a device drafter.
 
-        Reraises the exception if there are several ranks, which cannot recover. Warm-up jobs raise errors themselves.
+        Reraises the exception if there are several ranks, which cannot recover. Warm-up jobs raise errors directly.
         """
         if not self._independent:
             raise error

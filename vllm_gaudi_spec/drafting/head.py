@@ -1,9 +1,9 @@
 """EAGLE, EAGLE-3 and MTP: heads that read the target's hidden states, each paired with the token that follows.
 
 At position p, a head reads token p + 1 and the target's hidden state for token p, and writes its own KV. The output
-approximates the target's hidden state for token p + 1. It predicts the next draft token, and the next pass reads it in
-place of the target's state. After verification, the KV of accepted draft tokens is overwritten from the target's states
-(`HeadKVSync`).
+approximates the target's hidden state for token p + 1. It predicts the next draft token, and the next forward pass
+reads it in place of the target's hidden state. After verification, the KV of accepted draft tokens is overwritten from
+the target's hidden states (`HeadKVSync`).
 
 The target's hidden states cannot be recomputed later. A head therefore reads every row at every step, with or without
 drafts, up to its maximum context length. As a result, shared blocks always contain its KV, and no row has to catch up.
@@ -53,7 +53,7 @@ class HeadProposer(DeviceProposer):
 
     def propose(self, request: DraftRequest) -> Drafts:
         assert request.hidden is not None
-        # A head reads each token with the state before it, so its positions are one less than the target's.
+        # A head reads each token with the preceding hidden state, so its positions are one less than the target's.
         starts_B = request.lengths_B - 1
         return draft_chain(self._model, self._translation, request, request.hidden, starts_B)
 
@@ -77,7 +77,7 @@ class HeadKVSync(DrafterKVSync):
     def __init__(
         self, head: Model, context: DraftingContext, row_limits: RowLimits, head_size: int | None = None
     ) -> None:
-        """`head_size` is the size of the head's hidden states. By default, it is read from the head's configuration."""
+        """Create the KV sync. `head_size` is the head's hidden size, by default the one in its configuration."""
         self._head = head
         self._hidden_states = context.hidden_states
         self._requests = requests = context.requests
@@ -152,7 +152,7 @@ class HeadKVSync(DrafterKVSync):
         rows = step.split()
         rows_B, blocks = rows.rows_B, rows.blocks._replace(counts_B=None)
         first_B = self._hidden_states.first(rows_B)
-        # The newest token has no state yet. Rejected drafts have states, but these are not read.
+        # The newest token has no hidden state yet. Rejected drafts have hidden states, but these are not read.
         num_read_B = self._requests.lengths(rows_B) - 1 - first_B
         inputs = self._shift_inputs(queries, rows_B, first_B, num_read_B, blocks)
         output = self._head.forward(inputs, self._hidden_states.carried(rows_B, queries))
@@ -171,7 +171,7 @@ class HeadKVSync(DrafterKVSync):
         blocks: Blocks,
         ahead: int = 1,
     ) -> Inputs:
-        """Return positions from `starts_B` up to the head's last one, each with the token `ahead` positions later."""
+        """Return inputs for positions from `starts_B` to the head's last, with tokens from `ahead` positions later."""
         num_real_B = torch.minimum(counts_B, self._max_len - starts_B).clamp(min=0).int()
         starts_B = torch.where(num_real_B > 0, starts_B, 0)
         offsets_Q = torch.arange(queries, dtype=torch.int32, device=rows_B.device)

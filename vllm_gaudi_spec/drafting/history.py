@@ -23,7 +23,7 @@ class DraftingRow:
     index: int
     """Index of the row in the step's batch."""
     max_drafts: int
-    """At least 1."""
+    """Maximum number of drafts, at least 1."""
 
 
 class RequestHistory:
@@ -33,7 +33,7 @@ class RequestHistory:
         self._history_np = np.zeros(tuple(requests.history_RM.shape), dtype=np.int32)
         self._lengths_np = np.zeros(len(self._history_np), dtype=np.int32)
         self._drafts_np = np.zeros((len(self._history_np), 1 + num_drafts), dtype=np.int32)
-        """Number of draft tokens that await verification in each row, then the tokens."""
+        """Number of draft tokens that await verification in each row, followed by the tokens."""
 
     def exclude(self, row: int) -> None:
         self._row_limits.exclude(row)
@@ -49,7 +49,7 @@ class RequestHistory:
         return self._history_np[row, begin : self._lengths_np[row]]
 
     def append(self, step: StepResult) -> list[list[int]]:
-        """Append the tokens that a step sampled, and return them for each row in the step."""
+        """Append the tokens that a step sampled and return them for each row in the step."""
         verification = step.verification
         if verification is None:
             return []
@@ -84,7 +84,7 @@ class RequestHistory:
                 self._drafts_np[request.row, : 1 + len(tokens)] = len(tokens), *tokens
 
     def get_drafts(self, requests: list[Request]) -> np.ndarray:
-        """Return the number of draft tokens for each request, then the tokens, as int32 [requests, 1 + K]."""
+        """Return the number of draft tokens for each request, followed by the tokens, as int32 [requests, 1 + K]."""
         found: np.ndarray = self._drafts_np[[request.row for request in requests]]
         return found
 

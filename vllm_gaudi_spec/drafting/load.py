@@ -63,7 +63,7 @@ def _make_text_drafting(context: DraftingContext, pair: Pair) -> TextDrafting:
     if speculation.universal_match == SLEM:
         target_encoder = Encoder(pair.target, len(vocab_map.target_to_draft))
         rewriter = Rewriter(of_target, of_drafter, target_encoder, vocab_map.draft_to_target)
-        # All tokens that stand for text may be drafted, as well as special tokens that have a partner by role.
+        # All tokens that stand for text may be drafted, as may special tokens that are matched by role.
         draftable = vocab_map.draftable.copy()
         spelled = [token for token, piece in enumerate(of_drafter.bytes_by_id[: len(draftable)]) if piece is not None]
         draftable[spelled] = True

@@ -1,4 +1,4 @@
-"""Medusa: one head per draft token. All heads read the target's newest hidden state, with no loop and no KV."""
+"""Medusa, which has one head per draft token. All heads read the target's newest hidden state, without a loop or KV."""
 
 from __future__ import annotations
 

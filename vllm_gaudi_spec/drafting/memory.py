@@ -43,7 +43,7 @@ class KVBlock(NamedTuple):
 def compute_drafting_bytes(
     speculation: Speculation, max_rows: int, vocab_size: int, region_block: KVBlock | None
 ) -> dict[str, int]:
-    """Return the number of bytes by purpose. `region_block` is None for a drafter without a KV region."""
+    """Return how many bytes drafting needs, by purpose. `region_block` is None if the drafter has no KV region."""
     found = {}
     if speculation.keeps_probs:
         num_bytes = _FLOAT32_BYTES * count_distributions(speculation, max_rows) * vocab_size

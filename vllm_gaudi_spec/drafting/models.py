@@ -1,4 +1,4 @@
-"""Loading of drafter models, and of the modules and states that heads share with their target."""
+"""Loading of drafter models, and of the modules and hidden states that heads share with their target."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def load_drafter(
     speculation: Speculation, vllm_config: VllmConfig, backend: DeviceBackend, target: LoadedModel
 ) -> LoadedModel | None:
-    """Load the drafter's model, if the method has one. Its layers join the target's KV cache."""
+    """Load the drafter's model, if the method has one. Its layers are added to the target's KV cache."""
     if not has_model(speculation.method):
         return None
     group = _get_drafter_group(vllm_config, target)
@@ -154,7 +154,7 @@ class LoadedHead(LoadedModel):
         share_modules(target.model, head, group=target.group)
 
     def compute_mask_state(self) -> torch.Tensor:
-        """Return the learned state, [H], that a parallel head reads together with mask tokens."""
+        """Return the learned hidden state that a parallel head reads together with mask tokens, [H]."""
         learned = getattr(self.model, "mask_hidden", None)
         if learned is None:
             raise UnsupportedConfigError(
@@ -176,7 +176,7 @@ class LoadedHead(LoadedModel):
 
 
 def split_carried(output: Any, inputs: Inputs) -> Hidden:
-    """Split a head's output. Some heads return one state for the logits and another for the next step."""
+    """Split a head's output. Some heads return one hidden state for the logits and another for the next step."""
     return Hidden(*output) if isinstance(output, tuple) else Hidden(output, output)
 
 

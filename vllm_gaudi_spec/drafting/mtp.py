@@ -5,8 +5,8 @@ hidden state. State j + 1 is the output of layer j at that position, which predi
 own KV at every position.
 
 The inputs to layer j at the j newest positions depend on drafts. `ChainedKVSync` therefore runs each layer only up to
-these positions, so each layer is one position behind the previous one. For each layer, it keeps the state with which
-the layer's next read begins. A round reads the rest: before draft j, layer j reads the j newest positions, whose tokens
+these positions, so each layer is one position behind the previous one. The sync keeps the state with which each layer's
+next read begins. A drafting round reads the rest: before draft j, layer j reads the j newest positions, whose tokens
 are the drafts so far. The next sync overwrites their KV.
 
 If more drafts are requested than there are layers, the last layer continues like a single layer: it reads the next
@@ -172,7 +172,7 @@ class ChainedProposer(HeadProposer):
     def _make_inputs(
         self, request: DraftRequest, tokens_BQ: torch.Tensor, starts_B: torch.Tensor, drafts_B: torch.Tensor
     ) -> Inputs:
-        """Return the inputs for a pass. Rows that need no more drafts read nothing."""
+        """Return the inputs for a forward pass. Rows that need no more drafts read nothing."""
         tokens_BQ = self._translation.to_drafter(tokens_BQ) * drafts_B[:, None]
         num_real_B = (drafts_B * tokens_BQ.shape[1]).int()
         blocks = request.blocks._replace(counts_B=None)
@@ -223,8 +223,8 @@ class ChainedKVSync(HeadKVSync):
         self._unread_RH = [torch.zeros_like(self._carried_RH) for _ in layers[1:]]
         """For each layer except the first: each row's state at the first position that the layer has not read."""
         self._starts = DeviceRows(self._requests.backend, self._requests.pad_row, np.zeros(2, dtype=np.int32))
-        """For each row: the first position not computed at admission, before which no states are known, and the
-        number of tokens known at admission."""
+        """For each row, the first position that was not computed at admission, before which no states are known, and
+        the number of tokens known at admission."""
 
     # --- host ---
 
@@ -244,7 +244,7 @@ class ChainedKVSync(HeadKVSync):
     # --- device ---
 
     def gather_hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden:
-        """Return layer 0's output after the newest token, and the next state for each later layer, [B, J, H]."""
+        """Return layer 0's output after the newest token and the next state for each later layer, [B, J, H]."""
         unread = [unread_RH.index_select(0, rows_B) for unread_RH in self._unread_RH]
         return Hidden(self._last_RH.index_select(0, rows_B), torch.stack(unread, dim=1))
 
@@ -282,12 +282,12 @@ class ChainedKVSync(HeadKVSync):
         states_TH: torch.Tensor,
         blocks: Blocks,
     ) -> None:
-        """Read positions with every layer.
+        """Read new positions with every layer.
 
         Args:
             starts_B: First position that layer 0 reads. Layer j begins j positions earlier.
             ends_B: Position after the last one that layer 0 reads. Layer j ends j positions earlier.
-            states_TH: The target's states starting at `starts_B`, Q per row.
+            states_TH: The target's hidden states starting at `starts_B`, Q per row.
         """
         blocks = blocks._replace(counts_B=None)  # later layers begin at earlier positions
         begins_B, _ = self._get_starts(rows_B)

@@ -1,9 +1,9 @@
 """N-gram drafting, which proposes the tokens that followed an earlier occurrence of the text's last tokens.
 
-The match is the most recent earlier occurrence of the longest suffix, of min_ngram to max_ngram tokens, that occurs
-again. A match d tokens before the end suggests a period of d, so the drafts repeat the last d tokens. In a loop, the
-most recent match is one period back, so drafts have full length. If a text repeats with changes, its latest version
-is a better predictor than its first.
+The match is the most recent earlier occurrence of the longest repeated suffix that has min_ngram to max_ngram tokens. A
+match d tokens before the end suggests a period of d, so the drafts repeat the last d tokens. If a text loops, the most
+recent match is one period back, so drafts have full length. If a text repeats with changes, its latest version is a
+better predictor than its first.
 
 Dimensions: B rows, K drafts, M tokens of history.
 """
@@ -54,7 +54,7 @@ class NgramProposer(_Sized):
         """Return the distance from the end of the chosen match to the end of the text, or 0 if there is no match."""
         last = tokens_np.size - 1
         # matches_np[e]: whether the n-gram of the current length that ends at e equals the one at the end of the text.
-        # Array passes cost the same for every text, while candidate lists would be slow for texts with loops.
+        # Array operations take the same time for every text. Candidate lists would be slow for texts with loops.
         found = 0
         matches_np = np.ones(max(last, 0), dtype=bool)
         for back in range(min(self.max_ngram, last)):

@@ -1,4 +1,4 @@
-"""Drafting on the device, between verification and the step's report, which supports async scheduling."""
+"""Drafting on the device between verification and the step's report. This supports async scheduling."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DeviceRowLimits(RowLimits):
     def compute_max_drafts_on_device(
         self, rows_B: torch.Tensor, lengths_B: torch.Tensor, limits_B: torch.Tensor
     ) -> torch.Tensor:
-        """Return how many drafts rows of these lengths can use, int32 [B], at most `limits_B`. Runs inside a graph."""
+        """Return how many drafts each row can use, at most `limits_B`, int32 [B]. This runs inside a graph."""
         return torch.minimum(apply_limits(self.table.table_RX.index_select(0, rows_B), lengths_B), limits_B)
 
 
@@ -78,7 +78,7 @@ class DeviceDrafting(Drafting):
         self._kv_sync = kv_sync
         self.reports_drafts = kv_sync.has_kv
         if not kv_sync.has_kv:
-            # Without a model and with a fixed k, drafts cost less than extra graphs for passes without drafts.
+            # With a fixed k and no model, drafting costs less than extra graphs for sampling passes without drafts.
             always = context.drafter is None and len(speculation.widths) == 1
             self.pass_drafts = (self._num_drafts,) if always else (0, self._num_drafts)
         self._draft_rows = requests.backend.graphs.graph(self._draft_on_device)
@@ -109,7 +109,7 @@ class DeviceDrafting(Drafting):
         return self._cap_drafts(requests, np.array(num_scheduled, dtype=np.int32))
 
     def _cap_drafts(self, requests: list[Request], limit: int | np.ndarray) -> np.ndarray:
-        """Return the maximum number of drafts for each request, whatever is in flight, as int32."""
+        """Return the maximum number of drafts for each request, regardless of what is in flight, as int32."""
         # With async scheduling, `num_computed` counts drafts in the step in flight as accepted.
         shortest_np = np.array([request.num_computed for request in requests], dtype=np.int32) + 1 - self._num_drafts
         return self._row_limits.compute_max_drafts(_get_rows(requests), shortest_np, limit)

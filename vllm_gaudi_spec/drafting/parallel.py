@@ -1,8 +1,8 @@
 """Parallel drafting (PARD and P-EAGLE): all draft tokens of a round come from one forward pass.
 
-A drafter trained for this predicts the first draft token after the newest token, and each later draft token after a
-mask token, which stands for the draft token before it. Draft tokens do not depend on each other, so each one has a
-fixed distribution given the context. The acceptance rules require nothing more.
+A drafter trained for this predicts the first draft token from the newest token and each later draft token from a mask
+token, which stands in for the preceding draft token. Draft tokens do not depend on each other, so each one has a fixed
+distribution given the context. The acceptance rules require nothing more.
 
 KV written for mask tokens is always overwritten before another token attends to it.
 """
@@ -70,7 +70,7 @@ class ParallelModelProposer(AutoregressiveProposer):
         num_real_B = num_unread_B + (request.max_drafts_B - 1).clamp(min=0)
         inputs = build_rectangle(tokens_BQ, starts_B, num_real_B, request.blocks, request.row_operations)
         hidden_TH = self._model.forward(inputs).last
-        # The output at the previous position predicts each draft token. For the first one, that is the newest token.
+        # Each draft token is predicted at the position before it, which is the newest token's for the first one.
         rows_B = torch.arange(len(starts_B), dtype=torch.int32, device=starts_B.device)
         newest_B = rows_B * num_queries + (num_unread_B - 1).clamp(min=0)
         index_KB = newest_B + offsets_Q[: request.num_drafts, None]
@@ -88,7 +88,7 @@ class ParallelModelKVSync(DraftModelKVSync):
     """KV sync for a draft model whose rounds write KV for the rows' own tokens but not for draft tokens."""
 
     def count_read(self, rows_B: torch.Tensor) -> torch.Tensor:
-        """Return the number of tokens in each row that the drafter has read, int32 [B]."""
+        """For each row, return the number of tokens that the drafter has read, int32 [B]."""
         return self._reach_R.index_select(0, rows_B)
 
     def limit_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
@@ -106,8 +106,8 @@ class ParallelModelKVSync(DraftModelKVSync):
 class ParallelHeadProposer(HeadProposer):
     """Drafts with a head whose KV sync has already read each row's newest token, so a round only reads mask tokens.
 
-    A mask token is paired with a learned state instead of a target state. A round is one forward pass over [B, k - 1]
-    tokens.
+    A mask token is paired with a learned hidden state instead of one from the target. A round is one forward pass over
+    [B, k - 1] tokens.
     """
 
     drafts_one_by_one = False
@@ -150,7 +150,7 @@ def _choose_drafts(model: Model, translation: Translation, request: DraftRequest
     """Choose a round's draft tokens.
 
     Args:
-        hidden_NH: N = K * B states that predict the draft tokens: B states for the first ones, B for the second, etc.
+        hidden_NH: N = K * B hidden states that predict draft tokens: B for the first, B for the second, and so on.
     """
     logits_NV = translation.to_target(model.logits(hidden_NH))
     by_position = logits_NV.split(len(request.rows_B))

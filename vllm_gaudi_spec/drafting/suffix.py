@@ -24,8 +24,8 @@ NOTHING = -1
 """A value that is neither a position nor a token. It separates responses and replaces erased tokens."""
 
 MAX_OCCURRENCES = 16
-"""Maximum number of a pattern's occurrences to compare, newest first. More would take longer without raising
-acceptance."""
+"""Maximum number of a pattern's occurrences to compare, newest first. Comparing more would take longer without raising
+the acceptance rate."""
 
 
 class SuffixProposer:
@@ -39,7 +39,7 @@ class SuffixProposer:
         self.min_token_prob = min_token_prob
         self._cache = SuffixCache(max_tree_depth, max_cached_requests)
         self._fed: dict[str, tuple[int, np.ndarray]] = {}
-        """Maps active requests to the prompt length and all tokens that the cache contains."""
+        """Maps each active request to its prompt length and all of its tokens that the cache contains."""
 
     @classmethod
     def build(cls, context: DraftingContext) -> SuffixProposer:
@@ -106,10 +106,10 @@ class SuffixCache:
         self.max_tree_depth = max_tree_depth
         self.max_cached_requests = max_cached_requests
         self._active: dict[str, tuple[int, Text]] = {}
-        """Maps requests to the start of the response and the text of prompt and response."""
+        """Maps each active request to the start of its response and the text of its prompt and response."""
         self._past = Text(max_tree_depth)
         self._cached: dict[str, tuple[int, int]] = {}
-        """Maps requests, oldest first, to the range of their response in `_past`."""
+        """Maps each finished request, oldest first, to the range of its response in `_past`."""
 
     def start_request(self, req_id: str, prompt_token_ids: Sequence[int] | np.ndarray) -> None:
         """Start a request. If its ID was used before, the earlier response is evicted."""
@@ -161,9 +161,9 @@ class SuffixCache:
 class Text:
     """A growing text that can be searched for the continuations of a pattern.
 
-    There is no suffix tree. Its counts are computed on demand from the positions where the pattern occurs. To find
-    these, hash buckets chain the positions that end with the same 1, 2, 4 or 8 tokens, newest first. This takes about
-    40 bytes and a microsecond per token, while tree nodes in Python would take 1000 bytes.
+    No suffix tree is stored. The counts that a tree would hold are computed on demand from the positions where the
+    pattern occurs. To find these, hash buckets chain the positions that end with the same 1, 2, 4 or 8 tokens, newest
+    first. This takes about 40 bytes and a microsecond per token, whereas tree nodes in Python would take 1000 bytes.
     """
 
     def __init__(self, max_depth: int) -> None:
@@ -204,7 +204,7 @@ class Text:
         self._tokens[begin - self._dropped : end - self._dropped] = array("i", [NOTHING]) * (end - begin)
 
     def drop_before(self, position: int) -> None:
-        """Free erased tokens before the position. Only large pieces are freed, because the other tokens are moved."""
+        """Free erased tokens before the position. Only large pieces are freed, since freeing moves all other tokens."""
         count = position - self._dropped - self._depth
         if count <= len(self._tokens) // 2:
             return

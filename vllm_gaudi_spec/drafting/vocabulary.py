@@ -40,7 +40,7 @@ class SameVocabulary:
 
 
 class MappedVocabulary:
-    """Translates ID by ID. A target token without a partner is never drafted, and the drafter reads `stand_in`."""
+    """Translation by token ID. A target token without a partner is never drafted and is read as `stand_in`."""
 
     def __init__(self, target_to_draft: np.ndarray, draftable: np.ndarray, stand_in: int, device: torch.device) -> None:
         """Copy the map to the device. `draftable` is indexed by drafter IDs."""

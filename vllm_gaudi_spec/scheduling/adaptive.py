@@ -16,20 +16,20 @@ import numpy as np
 _FORGET = 0.95
 """Factor by which each observation of a request reduces the weight of earlier observations."""
 _FORGET_IDLE = 0.98
-"""Like `_FORGET`, for a step without drafts: the estimate slowly reverts to a new request's, so drafts are retried."""
+"""Like `_FORGET`, for a step without drafts. The estimate slowly reverts to the initial one, so drafts are retried."""
 _FORGET_ALL = 0.998
-"""Like `_FORGET`, for the acceptance rates of all requests together."""
+"""Like `_FORGET`, for the overall acceptance rate."""
 _PRIOR = 6.0
-"""Weight, in number of drafts, of the overall acceptance rate in the estimate for one request."""
+"""Weight of the overall acceptance rate in the estimate for one request, as a number of drafts."""
 _LOWEST_RATE = 0.05
-"""Lower bound on the overall acceptance rate, so that a new request's drafts always have a chance."""
+"""Lower bound on the overall acceptance rate, so that new requests always get a chance to draft."""
 
 
 @dataclass(slots=True)
 class _Count:
     accepted: float = 0.0
     expected: float = 0.0
-    """Number of drafts that were tried or, for a position, the acceptance that the requests' own rates predict."""
+    """Number of drafts tried or, for a draft position, number of acceptances that the requests' own rates predict."""
 
     def add(self, accepted: float, expected: float, keep: float) -> None:
         self.accepted = self.accepted * keep + accepted
@@ -55,7 +55,7 @@ class Acceptance:
         count = self._by_id.setdefault(req_id, _Count())
         rate = count.rate(self._average())
         count.add(num_accepted, num_tried, _FORGET)
-        if not num_drafted:  # this is informative only about this request
+        if not num_drafted:  # this says nothing about other requests
             return
         for position in range(num_tried):
             self._positions[position].add(position < num_accepted, rate, _FORGET_ALL)
@@ -94,21 +94,21 @@ class Acceptance:
 _OWN_STEPS = 4
 """Number of consecutive steps that update only their own choice's estimate. Later steps update all estimates."""
 _OWN_SMOOTHING = 1 / 2
-"""Weight of each of these steps in the mean for its choice."""
+"""Weight of each of these steps in the running mean for its choice."""
 _SMOOTHING = 1 / 8
 """Weight of each later step."""
 _LARGEST_CHANGE = 1.5
-"""Maximum ratio of a step's time to the mean. If a step takes longer, there was a pause."""
+"""Maximum ratio of a step's time to the mean. A step that takes longer is assumed to include a pause."""
 _STALE = 2.0
-"""Ratio of a choice's time to its estimate above which the estimate is replaced. `_DOUBT` shortens the estimate of a
-choice that a limit excludes for a long time."""
+"""Ratio of a choice's measured time to its estimate above which the estimate is replaced. If a limit excludes a choice
+for a long time, `_DOUBT` makes the estimate too short."""
 _DOUBT = 1 / 4096
-"""Fraction by which each step shortens the estimates for all other choices, so that each of them runs again eventually.
-Its time may have been measured while the machine was busy with something else."""
+"""Fraction by which each step shortens the estimates for all other choices, so that each of them is eventually tried
+again. The machine may have been busy when a choice was measured."""
 _WORTH_A_CHANGE = 1.02
 """Minimum speedup for which the choice changes."""
 _UNKNOWN = 1e-6
-"""Assumed seconds per step if warm-up did not measure it: short enough that each choice runs and is measured."""
+"""Assumed seconds per step for choices that warm-up did not measure, short enough that each of them is tried."""
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class _Size:
     first: float = 0.0
     """Seconds taken by the first step of a choice whose time is not yet known."""
     is_known_J: np.ndarray = field(init=False)
-    """Whether steps have corrected the choice's warm-up time."""
+    """Whether a step has replaced the choice's warm-up time."""
 
     def __post_init__(self) -> None:
         self.is_known_J = np.zeros(len(self.seconds_J), dtype=bool)
@@ -135,9 +135,9 @@ class _Size:
 class StepTimes:
     """Step times by batch size and number of drafts, from which the number of drafts is chosen.
 
-    Warm-up measures these times on short contexts, without waiting for the host, so most of them are too short. A
-    choice that looks too fast is corrected as soon as it runs, and a choice looks faster with every step in which it
-    does not run. Later changes in a choice's time are applied to all choices, since contexts and load have changed.
+    Warm-up measures these times with short contexts and without waiting for the host, so most of them are too short. An
+    estimate that is too short is corrected as soon as its choice runs, and the other choices' estimates shrink with
+    every step. Later changes in one choice's time are applied to all choices, because contexts or load have changed.
     """
 
     def __init__(self, sizes: Sequence[int], choices: Sequence[int]) -> None:
@@ -182,7 +182,7 @@ class StepTimes:
 
         Args:
             num_rows: Number of rows in the step.
-            num_drafts: Number of drafts per row that the step was chosen to verify.
+            num_drafts: Number of drafts per row that were chosen for the step to verify.
             seconds: Time since the previous step ended.
         """
         size, index = self._at(num_rows), self._choices.index(num_drafts)

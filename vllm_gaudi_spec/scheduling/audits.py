@@ -1,8 +1,8 @@
-"""Audits, which decode one in N requests again without drafts while the engine is idle, and compare the outputs.
+"""Audits, which rerun one in N requests without drafts while the engine is idle and compare the outputs.
 
 An audit's requests run in the engine under a separate client index, `AUDITOR`, and the scheduler removes their outputs
-before they reach a client. They run only while no client has a request. A new client request aborts them immediately,
-and they are restarted later.
+before they reach a client. Audit requests run only while no client has a request. A new client request aborts them
+immediately, and they are restarted later.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = init_logger(__name__)
 AUDITOR = -1
 """The `client_index` of audit requests, which no front end uses."""
 MAX_WAITING = 64
-"""Maximum number of finished requests that wait for idle steps. Any more are not audited."""
+"""Maximum number of finished requests that wait for idle steps. Requests beyond this limit are not audited."""
 MAX_STARTS = 8
 """Number of starts after which an interrupted audit is dropped."""
 _LARGEST_SEED = (1 << 63) - 1
@@ -60,7 +60,7 @@ class _Audit:
     num_starts: int = 0
     comparison: Comparison | None = None
     running: dict[str, Request] = field(default_factory=dict)
-    """The requests of the current jobs, in order."""
+    """Requests for the current jobs, in order."""
     results: dict[str, Result] = field(default_factory=dict)
 
 
@@ -177,7 +177,7 @@ class Audits:
             self._continue(audit)
 
     def interrupt(self) -> list[str]:
-        """Stop all running audits, which will be restarted later, and return the IDs of their requests to abort."""
+        """Stop all running audits, which will be restarted later, and return the IDs of the requests to abort."""
         ids = [*self._running]
         for audit in reversed(dict.fromkeys(self._running.values())):
             assert audit.comparison is not None
@@ -192,9 +192,9 @@ class Audits:
         return ids
 
     def drop(self) -> list[str]:
-        """Drop all audits and return the IDs of their requests to abort.
+        """Drop all audits and return the IDs of the requests to abort.
 
-        Called on a pause or a prefix cache reset, around which a worker extension may change the model.
+        This is called on a pause or a prefix cache reset, because a worker extension may then change the model.
         """
         ids = self.interrupt()
         if num_dropped := len(self._waiting) + len(self._chosen):
@@ -207,7 +207,7 @@ class Audits:
         audit.running, audit.results = {}, {}
         for job in jobs:
             request = Request(
-                # Clients can choose their own request IDs, and must not be able to choose this one.
+                # Clients can choose their own request IDs but must not be able to choose this one.
                 f"gaudi-spec-audit-{uuid4().hex}",
                 job.prompt,
                 job.params,

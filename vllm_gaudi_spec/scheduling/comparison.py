@@ -1,4 +1,4 @@
-"""Compares the output of a finished request with its output without drafts.
+"""Comparison of a finished request's output with its output without drafts.
 
 A comparison is a generator: it yields requests to run without drafts, receives their results, and returns an outcome.
 It can be closed at any time and restarted.
@@ -85,11 +85,11 @@ Comparison = Generator[list[Job], list[Result], Outcome]
 
 TIES = {torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.5}
 """Maps the model's dtype to the maximum difference at which two logits, including their noise, count as tied. For the
-16-bit dtypes, it is four times the spacing of numbers between 16 and 32."""
+16-bit dtypes, it is four times the spacing of representable numbers between 16 and 32."""
 
 
 def compare_tokens(finished: Finished, tolerance: float) -> Comparison:
-    """Run the request again with its original noise, and expect the same tokens up to the first tie."""
+    """Run the request again with its original noise and expect the same tokens up to the first tie."""
     length = len(finished.outputs)
     (again,) = yield [Job(finished.prompt, _audit_params(finished.params, max_tokens=length))]
     position = find_first_difference(finished.outputs, again.tokens)
@@ -117,7 +117,7 @@ def find_first_difference(one: Sequence[int], other: Sequence[int]) -> int | Non
 
 
 def _audit_params(params: SamplingParams, **changes: object) -> SamplingParams:
-    """Return `params` with `changes` and without drafts, log-probabilities, or reuse of speculative steps' KV."""
+    """Return `params` with `changes` but without drafts, log-probabilities, or KV reuse from speculative steps."""
     changed = copy.copy(params)
     quiet = dict.fromkeys(("logprobs", "prompt_logprobs", "prompt_logprob_start", "logprob_token_ids"))
     no_drafts = {**(params.extra_args or {}), REQUEST_OPTION: 0}

@@ -1,7 +1,7 @@
-"""Counts decoding requests by number of drafts, and the reasons why some have none.
+"""Counts of decoding requests by number of drafts, and of the reasons why some requests have none.
 
-The scheduler does the counting, since it knows each request's length and parameters and decides how much to draft. The
-worker's information arrives with the step's output, so counting needs no extra device-to-host sync or message.
+The scheduler does the counting, because it knows each request's length and parameters and decides how much to draft.
+The worker's information arrives with the step's output, so counting needs no extra device-to-host sync or message.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class DraftCounts:
         self._excluded: set[str] = set()
         """IDs of requests that are excluded from drafting."""
         self._failed: set[str] = set()
-        """IDs of requests whose drafting failed after their latest step. Their next step may be several steps later."""
+        """IDs of requests whose drafting failed after their latest step. Other steps may run before their next one."""
         self._logged: dict[str, str] = {}
-        """Maps a request to the reason that was logged last."""
+        """Maps a request to the reason that was logged most recently for it."""
 
     def exclude(self, req_ids: tuple[str, ...]) -> None:
         self._excluded.update(req_ids)
@@ -101,7 +101,7 @@ class DraftCounts:
         )
 
     def remember(self, scheduled: SpecSchedulerOutput, output: SpeculativeOutput) -> None:
-        """Remember this step's decision about the drafts that a later step verifies."""
+        """Record this step's decision about the drafts that a later step verifies."""
         max_drafts = scheduled.num_spec_tokens_to_schedule
         if self._choices or max_drafts < self._num_drafts:
             choice = max_drafts, "" if max_drafts else scheduled.skip_reason
@@ -117,5 +117,5 @@ class DraftCounts:
 
 
 def _is_dropped(request: Request) -> bool:
-    """Whether vLLM discards the output of the request's step in flight because the prefix cache was reset."""
+    """Whether vLLM discards the output of the request's in-flight step because the prefix cache was reset."""
     return bool(request.drop_stale_output and request.num_stale_output_tokens > 0)

@@ -1,11 +1,11 @@
-"""Disables a drafter that makes unusable drafts. The scheduler decides, so all ranks receive the decision with a step.
+"""Health checks that disable a faulty drafter. The scheduler decides, so all ranks receive the decision with a step.
 
 Unusable drafts do not affect a request's output: the request decodes as if nothing had been drafted.
 
-- A round without any usable drafts counts against the drafter. Three such rounds in a row disable it until a restart.
+- A drafting round without usable drafts counts against the drafter. Three in a row disable it until a restart.
 - A request is excluded from drafting if its drafts fail while those of other requests in the round succeed.
-- A request is also excluded if it fails in two consecutive rounds with no other requests: on an otherwise idle server,
-  these failures say nothing about later requests.
+- A request is also excluded if it fails in two consecutive rounds that have no other requests. On an otherwise idle
+  server, these failures say nothing about later requests.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DrafterHealth:
         return self.num_faults - before
 
     def take_status(self) -> DrafterStatus | None:
-        """Return what changed for the workers since the last call, or None if nothing did."""
+        """Return the changes for the workers since the last call, or None if there are none."""
         if self._num_reported == self.num_faults:
             return None
         status = DrafterStatus(tuple(self._restarted), tuple(self._excluded), self.is_off, self.num_faults)

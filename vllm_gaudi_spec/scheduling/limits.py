@@ -1,8 +1,8 @@
-"""Limits on the number of drafts per request, and reasons for having none, used by the scheduler and the runner.
+"""Per-request limits on the number of drafts, and reasons for having none, for the scheduler and the runner.
 
-A request drafts fewer tokens, or none, as it approaches the drafter's maximum context length, the model's, or the end
-of the requested output. Since a limit depends only on the request's own length and parameters, every rank computes the
-same limit, and a long request does not affect others in the batch.
+A request drafts fewer tokens, or none, as it approaches the maximum context length of the drafter or the model, or the
+end of the requested output. Because a limit depends only on the request's own length and parameters, every rank
+computes the same limit, and a long request does not affect others in the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DraftLimits(NamedTuple):
     """Limits from a request's parameters and the configuration, which are equal on all ranks and in the scheduler."""
 
     max_context: int
-    """Maximum combined length of context and drafts, given by the drafter or the model."""
+    """Maximum combined length of context and drafts, imposed by the drafter or the model."""
     end: int | None
     """Length at which the next token is the request's last, or None without max_tokens."""
     max_drafts: int
@@ -104,11 +104,11 @@ class RowLimits:
         self._limits_np[row] = reach, max_drafts
 
     def compute_max_drafts(self, rows_np: np.ndarray, lengths_np: np.ndarray, limit: int | np.ndarray) -> np.ndarray:
-        """Return int32 [B]: how many drafts rows of these lengths can use, at most `limit`."""
+        """Return the number of drafts, at most `limit`, that rows of these lengths can use, int32 [B]."""
         limits_B2, lengths_B = torch.from_numpy(self._limits_np[rows_np]), torch.from_numpy(lengths_np)
         return np.minimum(apply_limits(limits_B2, lengths_B).numpy(), limit).astype(np.int32)
 
 
 def apply_limits(limits_B2: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """Return int32 [B]: how many drafts rows of these lengths can use."""
+    """Return the number of drafts that rows of these lengths can use, int32 [B]."""
     return torch.minimum(limits_B2[:, 0] - lengths_B, limits_B2[:, 1]).clamp(min=0).int()

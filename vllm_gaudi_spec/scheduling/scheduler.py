@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RequestDrafts(RequestSpecDecodeMetrics):
-    """vLLM's per-request metrics, counting only steps that verified at least one of the request's drafts."""
+    """vLLM's per-request metrics, limited to steps that verified at least one of the request's drafts."""
 
     def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
         # vLLM calls this for every step with draft placeholders, all of which may be padding.
@@ -62,7 +62,7 @@ class RequestDrafts(RequestSpecDecodeMetrics):
 
 
 class _Speculating(Scheduler):
-    """Mixin to be placed before one of vLLM's schedulers in a class's bases."""
+    """Mixin that must precede one of vLLM's schedulers in a class's bases."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         caches_prefixes = vllm_config.cache_config.enable_prefix_caching
@@ -250,7 +250,7 @@ class _Speculating(Scheduler):
         """Limit the number of drafts per row after the step. If `max_drafts` is 0, `reason` says why."""
         scheduled.num_spec_tokens_to_schedule, scheduled.skip_reason = max_drafts, reason
         for req_id in self._sampling_requests(scheduled):
-            # With async scheduling, a request already has placeholders for its next drafts, in a list that requests
+            # With async scheduling, a request already has placeholders for its next drafts in a list that requests
             # share.
             request = self.requests[req_id]
             request.spec_token_ids = request.spec_token_ids[:max_drafts]
@@ -279,8 +279,8 @@ class _Speculating(Scheduler):
         if self._draft_counts is not None and not scheduled.is_audit:
             self._draft_counts.observe(self.requests, scheduled, output)
         self._observe_rounds(output.draft_rounds)
-        # vLLM counts scheduled drafts. If the drafter proposed fewer, some of them are padding; with async scheduling,
-        # all are. These counts only correct vLLM's statistics: rejected positions are still freed as before.
+        # vLLM counts scheduled drafts. If the drafter proposed fewer, the rest are padding. With async scheduling, all
+        # of them are placeholders. These counts only correct vLLM's statistics: rejected positions are still freed.
         scheduled.num_invalid_spec_tokens = {
             req_id: len(tokens) - output.num_real_drafts.get(req_id, 0)
             for req_id, tokens in scheduled.scheduled_spec_decode_tokens.items()
@@ -318,7 +318,7 @@ class _Speculating(Scheduler):
     def _observe_acceptance(
         self, acceptance: Acceptance, num_chosen: int, output: SpeculativeOutput, *, steady: bool
     ) -> None:
-        """Record accepted drafts. `num_chosen` is the number of drafts per row that the step was chosen to verify."""
+        """Record accepted drafts. `num_chosen` is the number of drafts per row chosen for the step to verify."""
         if not num_chosen:
             acceptance.observe_idle(output.num_real_drafts)
         for req_id, num_drafts in output.num_real_drafts.items():
@@ -342,7 +342,7 @@ class _Speculating(Scheduler):
         self._drop_audits()
 
     def _take_audits(self, audits: Audits, ours: EngineCoreOutputs, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Process audit outputs, which no front end receives. Their statistics join the outputs for client 0."""
+        """Process audit outputs, which no front end receives. Client 0's outputs include their statistics."""
         for output in ours.outputs:
             audits.observe(output)
         if ours.scheduler_stats is not None:
@@ -442,7 +442,7 @@ def limit_to_whole_images(features: list[MultiModalFeatureSpec], num_computed: i
 
 
 def _keeps_all_tokens(spec: KVCacheSpec) -> bool:
-    """Whether the layers keep the KV of all of a request's tokens."""
+    """Whether the layers keep the KV for all of a request's tokens."""
     specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
     return all(isinstance(one, FullAttentionSpec) for one in specs)
 

@@ -4,9 +4,9 @@ vLLM's prefix cache finds a prompt's cached KV blocks. Layers with a recurrent s
 keep of a prefix is the state after its last token. If a prompt chunk ends at a block boundary, the workers copy the
 state to a slot. A prefix cache hit ends at the last boundary that has both KV blocks and a snapshot.
 
-A slot is read before a step's forwards and written after them, and the device runs steps in the order in which they are
-scheduled. A slot may therefore be reused as soon as the step that reads it has been scheduled, so no slot needs to be
-pinned.
+A slot is read before a step's forward passes and written after them, and the device runs steps in the order in which
+they are scheduled. A slot may therefore be reused as soon as the step that reads it has been scheduled, so no slot
+needs to be pinned.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Snapshots:
         return next((boundary for boundary in boundaries if self._key(request, boundary) in self._slots), 0)
 
     def cut(self, request: Request, start: int, num_new: int) -> int:
-        """Return how many of its new tokens a request computes in one step so that a chunk ends at a boundary.
+        """Return how many new tokens a request should compute in this step so that its chunk ends at a boundary.
 
-        A chunk ends at the last boundary that the same prompt can hit and at the boundary after which other prompts
-        diverged (`shared_prefix_boundary`), which has KV blocks but no snapshot. Thus, the second prompt with a common
-        prefix saves a snapshot of the prefix, and the third prompt starts from it.
+        Chunks end at the last boundary that the same prompt can hit and at the boundary after which other prompts
+        diverged (`shared_prefix_boundary`), which has KV blocks but no snapshot. Therefore, the second prompt with a
+        common prefix saves a snapshot of the prefix, and the third prompt starts from it.
         """
         num_tokens, end = request.num_tokens, start + num_new
         if start >= num_tokens - 1:
@@ -73,7 +73,7 @@ class Snapshots:
             return floor - start
         return num_new
 
-    # --- once it is scheduled ---
+    # --- once a request is scheduled ---
 
     def use(self, request: Request, num_tokens: int) -> int:
         """Return the slot that covers the request's first `num_tokens` tokens, and mark it as recently used."""
@@ -111,7 +111,7 @@ class Snapshots:
     def _key(self, request: Request, num_tokens: int) -> BlockHash | None:
         """Return the hash of a prefix's last block, or None if it also covers tokens that are not known yet.
 
-        Since vLLM 0.33, hashes also cover the tokens after a block that heads read.
+        Since vLLM 0.33, a block's hash also covers the following tokens that heads read.
         """
         hashes: Sequence[BlockHash] = request.block_hashes
         last = num_tokens // self._hash_size - 1

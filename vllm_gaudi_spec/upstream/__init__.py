@@ -113,7 +113,7 @@ _BY_ARCHITECTURE = {
 
 
 def apply_to_models(architectures: Iterable[str]) -> None:
-    """Import the classes of these models and apply the patches for them. Idempotent."""
+    """Import these models' classes and apply the patches for them. Idempotent."""
     for name in architectures:
         for patch in _BY_ARCHITECTURE.get(name, ()):
             patch()

@@ -36,12 +36,12 @@ def describe_drafters() -> None:
     the method from the folder name and does not read the number of drafts.
     Remove when: upstream reads them in both cases.
 
-    Describe this plugin's methods without a model as n-gram drafting, which has no model either.
+    Describe this plugin's methods that have no model as n-gram drafting, which has none either.
     Reason: upstream refuses every method that it does not know.
     Remove when: upstream lets a platform add methods.
 
     Refuse Medusa with a one-line error on vLLM 0.33 and later.
-    Reason: upstream removed the model's class and configuration, and would otherwise only list the supported methods.
+    Reason: upstream removed the model's class and configuration and would otherwise only list the supported methods.
     Remove when: vLLM 0.32 is no longer supported. Also remove `drafting/medusa.py` and the method's table entry then.
 
     Include the model's name in the error for a model that has no layers for the method.
@@ -324,8 +324,8 @@ def leave_async_scheduling_to_the_platform() -> None:
 def raise_refusals_unchanged() -> None:
     """Let refusals, which are one-line ValueErrors, pass through vLLM's configuration classes unchanged.
 
-    Reason: pydantic catches every ValueError raised in a `__post_init__` and raises a ValidationError instead. Its text
-    has several lines and ends with a link, and callers cannot catch the refusal.
+    Reason: pydantic catches every ValueError raised in a `__post_init__` and raises a ValidationError instead. The text
+    of that error has several lines and ends with a link, and callers cannot catch the refusal.
     Remove when: vLLM's configurations are not pydantic dataclasses, or pydantic can pass an error through unchanged.
     """
     from pydantic.dataclasses import is_pydantic_dataclass

@@ -1,4 +1,4 @@
-"""vLLM's CPU kernels, and the functions that choose between them.
+"""vLLM's CPU kernels and the functions that choose between them.
 
 Breaks if a kernel takes different arguments. `tests/conformance` runs each kernel.
 """

@@ -1,6 +1,6 @@
-"""Groups of ranks, and their device communicators.
+"""Groups of ranks and their device communicators.
 
-Breaks if the arguments for initializing a group change, or if a group uses another collective of its communicator.
+Breaks if the arguments for initializing a group change, or if a group uses a different collective of its communicator.
 """
 
 from typing import Any

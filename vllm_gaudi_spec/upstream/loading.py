@@ -1,4 +1,4 @@
-"""Model loading, and the accelerator calls around it."""
+"""Model loading and the accelerator calls around it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from vllm_gaudi_spec.config import UnsupportedConfigError, explain_pickled_weights
 from vllm_gaudi_spec.upstream.patching import do_nothing, patches, replaced, wrap
 
-# Maps functions of torch.accelerator that vLLM calls after loading, to measure memory, and at shutdown, on any
-# platform, to functions of the device's own module, such as torch.hpu. None means a no-op.
+# Maps functions of torch.accelerator to functions of the device's own module, such as torch.hpu. On any platform, vLLM
+# calls them after loading, to measure memory, and at shutdown. None means a no-op.
 _ACCELERATOR_CALLS = {
     "empty_cache": None,
     "empty_host_cache": None,
@@ -25,7 +25,7 @@ def answer_accelerator_calls(device_type: str) -> None:
     """Forward vLLM's calls to `torch.accelerator` to the device's own module, or ignore them on a CPU.
 
     Reason: torch's functions need an allocator that the Gaudi bridge and older torch_npu releases do not have
-    ("Allocator for hpu is not a DeviceAllocator"), although torch treats the card as its accelerator. They also raise
+    ("Allocator for hpu is not a DeviceAllocator"), although torch treats the device as its accelerator. They also raise
     errors on a CPU, and vLLM guards only some of the calls. Therefore, the platform decides, not
     `torch.accelerator.is_available()`.
     Remove when: upstream always calls the platform instead of torch.accelerator.
@@ -43,7 +43,7 @@ def answer_accelerator_calls(device_type: str) -> None:
 
 
 def _memory_of_host(*args: Any, **named: Any) -> tuple[int, int]:
-    """Return the free and total bytes, from which Gemma 4 derives how many images it encodes at once."""
+    """Return the host's free and total bytes, from which Gemma 4 derives how many images it encodes at once."""
     from vllm.utils.cpu_resource_utils import get_memory_node_info
 
     found = get_memory_node_info()
@@ -64,8 +64,8 @@ def device_type_while_loading(device_type: str | None) -> AbstractContextManager
     """Within the context, make models see `device_type` as the platform's device type. None keeps the platform's own.
 
     Reason: the constructors of some models (DeepSeek, MiniCPM) create tensors on `current_platform.device_type`,
-    regardless of the device on which they are loaded. A Gaudi loads weights on the host: each copy to a part of the
-    model on the card would run a separate small graph, and an operator on tensors from both devices fails (quirk S16).
+    regardless of the device on which they are loaded. A Gaudi loads weights on the host, because each copy to part of a
+    model on the device would run a separate small graph, and mixing devices in an operator fails (quirk S16).
     Remove when: no upstream model does this.
     """
     from vllm.platforms import current_platform
@@ -91,7 +91,7 @@ def refuse_pickled_weights(
 
 
 def list_unloaded_matrices(unloaded: list[tuple[str, Any]]) -> AbstractContextManager[None]:
-    """Within the context, append the matrices of loaded models that the checkpoint does not fill, with their modules.
+    """Within the context, append to `unloaded` each matrix that a model's checkpoint does not fill, and its module.
 
     Matrices of integers or FP8 values are not listed.
     Reason: upstream checks only classes whose `load_weights` returns the names of the loaded weights. For most heads,
@@ -164,14 +164,14 @@ def take_kimi_linear_of_plain_layers() -> None:
 def construct_olmo_hybrid_without_triton(original: Callable[..., None], *args: Any, **named: Any) -> None:
     """Allow OLMo Hybrid's recurrent layers to be constructed without Triton.
 
-    Reason: their constructor sets Triton's allocator for kernels that are not used here, and raises AttributeError.
+    Reason: their constructor sets Triton's allocator for kernels that are not used here and raises AttributeError.
     Remove when: upstream sets the allocator where it calls the kernels.
     """
 
 
 @patches("vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn:_make_fused_conv1d_weight_loader")
 def load_convolutions_of_olmo_hybrid(original: Callable[..., Any], *sizes: Any, **named: Any) -> Callable[..., None]:
-    """Tell OLMo Hybrid's weight loader to which of a layer's three convolutions a weight belongs.
+    """Tell OLMo Hybrid's weight loader which of a layer's three convolutions a weight belongs to.
 
     Reason: upstream stores this on the tensor, where its linear layers look for it. The loader for a convolution's
     parameter instead expects an argument, which it does not receive, and raises TypeError.

@@ -1,4 +1,4 @@
-"""User-facing messages: log lines, and the last line of an error."""
+"""User-facing messages: log lines and the last line of an error."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _TWO_PLATFORMS = "Only one platform plugin can be activated"
 def end_errors_with_their_message(
     original: Callable[..., None], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print an uncaught error's message in one line after its traceback, with a remedy if there are two platform
+    """Print an uncaught error's message on one line after its traceback, with a remedy if there are two platform
     plugins.
 
     If vLLM cannot run in this installation, print no traceback.
@@ -65,7 +65,7 @@ def end_errors_with_their_message(
 
 _FAILED = "failed to start."
 _failure_file: Any = None
-"""The file stays open until the next engine starts, and is deleted when this process ends."""
+"""The file stays open until the next engine starts or this process ends, and is then deleted."""
 
 
 def name_the_cause_of_a_failed_start() -> None:

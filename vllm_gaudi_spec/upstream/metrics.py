@@ -23,7 +23,7 @@ def carry_metrics() -> None:
     from vllm.v1.metrics.stats import SchedulerStats
 
     if _FIELD not in SchedulerStats.__dataclass_fields__:
-        # Undo the changes of the dataclass decorator so that it can run again.
+        # Undo the dataclass decorator's changes so that it can run again.
         for field in dataclasses.fields(SchedulerStats):
             setattr(SchedulerStats, field.name, field)
         for made in ("__init__", "__repr__", "__eq__"):

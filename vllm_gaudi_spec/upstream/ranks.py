@@ -23,7 +23,7 @@ def tensor_parallel_group(group: Any) -> AbstractContextManager[None]:
 def ray_workers(worker_class: type) -> AbstractContextManager[None]:
     """Within the context, make vLLM's Ray executor start workers of `worker_class`.
 
-    Reason: vLLM's worker requests a rank's cards using Ray's name for that type of card. A CPU has no such name.
+    Reason: vLLM's worker requests a rank's devices using Ray's name for that type of device. A CPU has no such name.
     Remove when: upstream's executor supports CPU ranks, or takes its worker class as an option.
     """
     from vllm.v1.executor import ray_executor_v2

@@ -1,4 +1,4 @@
-"""vLLM's Ray executor, and its worker process.
+"""vLLM's Ray executor and its worker process.
 
 Breaks if the executor chooses its workers' devices differently.
 """

@@ -1,7 +1,7 @@
 """Layers with recurrent state.
 
-Breaks if the parameters or the forward of a layer change. Importing these layers takes a second, so only models that
-have such layers import this module.
+Breaks if a layer's parameters or forward method change. Importing these layers takes a second, so only models that have
+such layers import this module.
 """
 
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention

@@ -80,7 +80,7 @@ def end_engines_with_their_threads(original: Callable[..., None], engine: Any, *
         logging.getLogger(__name__).exception(
             "The engine exits, because a thread that exchanges messages with its server failed."
         )
-        # Send what a failed worker's monitor sends, so that the engine's loop raises and ends its workers and process.
+        # Send a failed worker's signal, so that the engine's loop raises an error and ends its workers and process.
         engine.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
 
 
@@ -103,7 +103,7 @@ def leave_idle_work_at_shutdown(original: Callable[..., bool], engine: Any) -> b
     """Call our scheduler's `shut_down` when its engine is about to end.
 
     Reason: an engine ends when its scheduler has no requests, and with --shutdown-timeout it waits until then. Our
-    scheduler also has work for idle steps, and is not notified when this work is no longer useful.
+    scheduler also has work for idle steps but is not notified when this work is no longer useful.
     Remove when: upstream's `EngineCoreProc` notifies its scheduler.
     """
     if not engine.is_running() and (shut_down := getattr(engine.scheduler, "shut_down", None)) is not None:
@@ -124,7 +124,7 @@ async def fail_with_the_engine(original: Callable[..., Any], engine_client: Any,
 
 
 def _engine_died(client: Any) -> bool:
-    """Return whether the engine ended without a shutdown, in which the manager of its processes would stop first."""
+    """Return whether the engine ended without a shutdown, which would first stop the manager of its processes."""
     manager = getattr(client.engine_core.resources, "engine_manager", None)
     if manager is None:
         return bool(client.errored)

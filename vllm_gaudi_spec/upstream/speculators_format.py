@@ -10,7 +10,7 @@ from vllm_gaudi_spec.upstream.patching import wrap
 
 
 def mend_speculators_format() -> None:
-    """Determine which block drafter layers are causal as the library trains them, and refuse unsupported methods.
+    """Make block drafter layers causal exactly where the library trains them that way, and refuse unsupported methods.
 
     Reason: `sliding_window_non_causal` applies only to sliding-window layers. Upstream applies False, which the library
     writes by default, to all DFlash layers and does not read it for DSpark. Nothing fails, but drafts are less

@@ -49,7 +49,7 @@ def join_keys_of_minicpm3(
 def add_to_states_of_gemma3n() -> None:
     """Make Gemma 3n create new tensors for its hidden states and divide by Python numbers.
 
-    Reason: vLLM's layers add to the AltUp states through views (quirk L06), and divide by tensors created on the host,
+    Reason: vLLM's layers add to the AltUp states through views (quirk L06) and divide by tensors created on the host,
     which a compiled graph must not do.
     Remove when: upstream's layers do neither.
     """
@@ -62,7 +62,7 @@ def add_to_states_of_gemma3n() -> None:
 
 
 def _predict(original: Original, altup: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return [A, T, H] from states of the same shape."""
+    """Return the predicted states, [A, T, H], from states of the same shape."""
     modalities_TA = altup._compute_router_modalities(hidden_states[altup.altup_active_idx])
     coefficients_TAA = altup.prediction_coefs(modalities_TA).view(-1, altup.altup_num_inputs, altup.altup_num_inputs)
     change_THA = hidden_states.permute(1, 2, 0) @ coefficients_TAA.transpose(1, 2)
@@ -77,7 +77,7 @@ def _decode(
     per_layer_input: torch.Tensor,
     **named: Any,
 ) -> torch.Tensor:
-    """Return [A, T, H] from states of the same shape."""
+    """Return the layer's output states, [A, T, H], from states of the same shape."""
     import torch
 
     predictions_ATH = layer.altup.predict(hidden_states)
@@ -95,7 +95,7 @@ def _decode(
 
 
 def _spread(original: Original, decoder: Any, hidden_states_0: torch.Tensor) -> torch.Tensor:
-    """Return [T, H, A]: the embedding and its projections, scaled to the magnitude of the embedding."""
+    """Return the embedding and its projections, scaled to the magnitude of the embedding, [T, H, A]."""
     import torch
 
     others = [_scaled(project(hidden_states_0), hidden_states_0) for project in decoder.altup_projections]
@@ -103,7 +103,7 @@ def _spread(original: Original, decoder: Any, hidden_states_0: torch.Tensor) -> 
 
 
 def _gather(original: Original, model: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return [T, H] from [T, H, A]."""
+    """Return the mean of the first state and the scaled projections of the others, [T, H], from [T, H, A]."""
     import torch
 
     first_TH, *others = hidden_states.unbind(-1)
@@ -132,7 +132,7 @@ def embed_tokens_by_layer_in_gemma3n(
 ) -> torch.Tensor:
     """Make Gemma 3n compute its per-layer embeddings from its input tokens.
 
-    Reason: vLLM's text model omits them unless its caller provides them, and then generates different text. The class
+    Reason: vLLM's text model omits them unless its caller provides them and then generates different text. The class
     used for published checkpoints takes no tokens: it reads what an earlier call wrote through a view.
     Remove when: upstream's models compute the embeddings.
     """
@@ -168,7 +168,7 @@ def take_tokens_in_gemma3n(
 
 @patches("vllm.model_executor.models.falcon_h1:FalconH1MLP.forward")
 def scale_gates_of_falcon_h1(original: Original, mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    """Make Falcon-H1's MLPs multiply their gates into a new tensor.
+    """Make Falcon-H1's MLPs store their scaled gates in a new tensor.
 
     Reason: vLLM's MLP multiplies half of a tensor in place through a view (quirk L06).
     Remove when: `FalconH1MLP.forward` does not update a view.
@@ -185,7 +185,7 @@ def scale_gates_of_falcon_h1(original: Original, mlp: Any, x: torch.Tensor) -> t
 def add_positions_in_siglip(
     original: Original, embeddings: Any, pixel_values: torch.Tensor, interpolate_pos_encoding: bool = False
 ) -> torch.Tensor:
-    """Make Siglip add the position embeddings of its patches into a new tensor.
+    """Make Siglip store the sum of patch and position embeddings in a new tensor.
 
     Reason: vLLM's code adds them in place to a view of the convolution's output (quirk L06).
     Remove when: `SiglipVisionEmbeddings.forward` does not update a view.

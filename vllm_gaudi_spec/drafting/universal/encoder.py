@@ -1,4 +1,4 @@
-"""Incremental encoding of a growing text, which is not encoded from its start each time."""
+"""Incremental encoding, which avoids encoding a growing text from its start each time."""
 
 from __future__ import annotations
 

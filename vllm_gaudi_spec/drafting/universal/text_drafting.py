@@ -1,11 +1,11 @@
 """Drafting with a model that reads the target's text using its own tokens and positions.
 
-The host stores each row's text as drafter tokens, so drafting runs after the step's device-to-host sync. The first pass
-in a round reads the unread tokens if there are few. If there are more, as for a prompt, they are read first, in the
-shapes of prompt chunks. It makes no difference why a row lags: it may be new or resumed, have a cached prefix, or have
-gone without drafts for a while. The proposer runs on the device with static shapes.
+The host stores each row's text as drafter tokens, so drafting runs after the step's device-to-host sync. The first
+forward pass in a drafting round reads the unread tokens if there are few. If there are more, as for a prompt, they are
+read before the round in the shapes of prompt chunks. It makes no difference why a row lags: it may be new or resumed,
+have a cached prefix, or have gone without drafts for a while. The proposer runs on the device with static shapes.
 
-N is the number of tokens that a row reads in a pass.
+N is the number of tokens that a row reads in a forward pass.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Unread:
     starts_B: torch.Tensor
     """int32: position of the first token, as the drafter counts positions."""
     num_real_B: torch.Tensor
-    """int32."""
+    """int32: number of unread tokens."""
 
 
 class RetokenizedProposer:
@@ -121,7 +121,7 @@ class TextDrafting(Drafting):
         self._num_followed: dict[int, int] = {}
         """Maps rows to the number of target tokens that the timeline contains."""
         self._outgrown: dict[int, str] = {}
-        """Maps rows, until they sample again, to requests without drafts due to the drafter's maximum length."""
+        """Maps rows to requests without drafts due to the drafter's maximum length, until the rows sample again."""
         self._drafts: dict[str, list[int]] = {}
         """Maps requests to draft tokens, or to as many zeros if the tokens are on the device."""
         self._unread_drafts: Drafts | None = None
@@ -156,7 +156,7 @@ class TextDrafting(Drafting):
         return self._guard.take_rounds()
 
     def find_outgrown_requests(self) -> Collection[str]:
-        return tuple(self._outgrown.values())  # a copy, since `propose_on_host` changes it
+        return tuple(self._outgrown.values())  # a copy, because `propose_on_host` changes it
 
     def gather_probs(self, rows_B: torch.Tensor, num_drafts: int) -> torch.Tensor | None:
         return self._draft_probs.gather(rows_B, num_drafts)
@@ -240,7 +240,7 @@ class TextDrafting(Drafting):
         return max(len(timeline) - timeline.num_read, 1)
 
     def _catch_up(self, rows: list[int]) -> None:
-        """Read tokens until few enough are left for a round to read."""
+        """Read tokens until the remaining ones fit in a round."""
         max_unread = self._widths[-1]
         while lagging := sorted(
             (row for row in rows if self._count_unread(row) > max_unread), key=self._count_unread, reverse=True
@@ -373,7 +373,7 @@ class TextDrafting(Drafting):
             self._draft([], [], num_rows, self._widths[0], self._shapes.contexts[0], Branch())
 
     def jobs(self) -> Iterator[Job]:
-        """Yield jobs for reads and drafting rounds. In service, nothing is read before a step has sampled."""
+        """Yield jobs for reads and drafting rounds. While serving, nothing is read before a step has sampled."""
         shapes, branches = self._shapes, sorted(self._choice.list_branches())
         for shape in reversed(shapes.prefills()):  # largest first, so that it reserves memory for all
             sizes = shape.rows, shape.queries, shape.context

@@ -1,6 +1,6 @@
-"""Conversion of the target's tokens to the drafter's and back, through text.
+"""Conversion of the target's tokens to the drafter's and back, by way of text.
 
-A timeline holds a row's text as drafter tokens, and tracks how much of it the drafter has read. A rewriter converts
+A timeline holds a row's text as drafter tokens and tracks how much of it the drafter has read. A rewriter converts
 drafter tokens to target tokens with the same spelling (string-level exact match). The drafter can then use its whole
 vocabulary, including tokens that the target does not have.
 """

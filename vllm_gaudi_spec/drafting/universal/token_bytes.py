@@ -13,7 +13,7 @@ The tokenizer's own decoder defines how a token is spelled. The model's name is 
 - Slow tokenizers that wrap a SentencePiece model are read like fast ones. Other slow tokenizers are rejected because
   they do not define their spelling.
 
-Added tokens stand for their literal text. Special tokens do not stand for text, but have roles and names.
+Added tokens stand for their literal text. Special tokens have roles and names but do not stand for text.
 """
 
 from __future__ import annotations
