@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Throughput without speculation and with it, and the speedup: the same requests to two servers, one after the other.
+# Measure the throughput without and with speculation, and the speedup. The same requests go to two servers, one by one.
 #
 #   examples/bench.sh
 #   MODEL=Qwen/Qwen3-1.7B SPECULATION='{"method": "suffix", "num_speculative_tokens": 4}' examples/bench.sh --max-model-len 4096
 #
-# PROMPTS is a folder of *.txt or a JSONL file. Other arguments go to both servers. The output of these and of the
-# benchmark is in .bench/example/.
+# PROMPTS is a folder of *.txt files or a JSONL file. Other arguments are passed to both servers. The output of the
+# servers and the benchmark is written to .bench/example/.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 export PATH=$root/.venv/bin:$PATH VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
@@ -20,7 +20,7 @@ fail() { echo "error: $*" >&2; exit 1; }
 stop() { [ -z "$server" ] || { kill "$server" 2> /dev/null || true; wait "$server" || true; server=; }; }
 trap stop EXIT
 
-measure() {  # a name, and options of the server
+measure() {  # arguments: a name, and options for the server
     local name=$1; shift
     echo "$name: starting a server, then ${REQUESTS:-16} requests of ${TOKENS:-64} tokens, concurrency ${CONCURRENCY:-1}" >&2
     vllm serve "$model" --host 127.0.0.1 --port "${PORT:-8123}" "$@" > "$work/$name-server.log" 2>&1 & server=$!
@@ -40,7 +40,7 @@ measure() {  # a name, and options of the server
 ! curl -s -o /dev/null "$url" || fail "something answers at $url already; set PORT to another"
 python - "${PROMPTS:-$root/tests/full_tests/prompts}" > "$work/prompts.json" << 'END'
 import json, pathlib, sys
-from vllm_gaudi_spec.tools.io.prompts import load_prompts  # as those of `gaudi-spec demo --prompts`
+from vllm_gaudi_spec.tools.io.prompts import load_prompts  # as in `gaudi-spec demo --prompts`
 texts = load_prompts(sys.argv[1])
 print(json.dumps([{"conversations": [{"value": text}, {"value": ""}]} for text in texts]))
 END

@@ -2,7 +2,7 @@
 
 .venv/bin/python examples/custom_drafter.py
 
-The program records answers without drafts, then asks different questions about the same subjects and drafts from the
+The program records answers without drafts. It then asks different questions about the same subjects and drafts from the
 record. To use the class in a server:
 
 ANSWERS=answers.txt PYTHONPATH=examples .venv/bin/vllm serve MODEL --speculative-config \

@@ -1,4 +1,4 @@
-"""Send a question to a running server through OpenAI's client, and print the answer as it arrives.
+"""Send a question to a running server through OpenAI's client and print the answer as it arrives.
 
 make serve                                            in another terminal
 .venv/bin/python examples/stream.py ["A question" --url http://127.0.0.1:8000/v1]

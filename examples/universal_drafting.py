@@ -1,4 +1,4 @@
-"""Draft with a model whose tokenizer differs from the target's, and count the accepted draft tokens.
+"""Draft with a model whose tokenizer differs from the target's and count the accepted draft tokens.
 
 .venv/bin/python examples/universal_drafting.py [--model TARGET --draft DRAFTER]
 """

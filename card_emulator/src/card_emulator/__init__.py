@@ -1,4 +1,4 @@
-"""An emulated card for machines without one: its tensors are as strict as a card's, and it counts everything costly.
+"""An emulated card for machines without one. Its tensors are as strict as a card's, and it counts expensive operations.
 
     import card_emulator
     card_emulator.install(generation="gaudi2", lazy=True)
@@ -107,7 +107,7 @@ def _enter(module: ModuleType) -> None:
 
 
 def counted() -> Device | Card:
-    """Return the card whose counters reports use: the one below torch_npu if there is one, else `device()`."""
+    """Return the card whose counters are reported: the one below torch_npu if there is one, otherwise `device()`."""
     return device() if _under_torch_npu is None else _under_torch_npu
 
 

@@ -46,15 +46,15 @@ class Model:
     lacks: Callable[[str, str], bool]
     """Whether the card lacks a kernel for an operation, given the operation's packet name and overload name."""
     check_reach: Callable[[str, torch.Tensor], None]
-    """Refuses an operand that is too large for the engine that runs the operation, given its packet name."""
+    """A function that refuses operands that are too large for the engine that runs a given packet."""
     negative_index: str
     """The reason given when a negative index is refused."""
     counts_from_the_end: bool
     """Whether negative indices are accepted and count from the end. Each use is counted."""
     downloads_late: bool
-    """Whether events do not cover downloads into memory that is not pinned."""
+    """Whether a download into unpinned memory may arrive after an event that was recorded later."""
     queue: Callable[[Device], Queue]
-    """Creates the queue for operations outside graphs."""
+    """A function that creates the queue for operations outside graphs."""
 
 
 class Recording(Protocol):
@@ -110,7 +110,7 @@ class Device:
         self.in_use = 0
         self.peak = 0
         self.acquire: Callable[[], None] | None = None
-        """Claims the card for this process, or raises an error."""
+        """A function that claims the card for this process or raises an error."""
 
     def configure(self, model: Model, lazy: bool) -> None:
         self.model = model
@@ -154,14 +154,14 @@ class Device:
         self.bridge_flags: dict[str, Any] = {}
         self.concatenations: dict[Hashable, tuple[bool, str]] = {}
         """Concatenations outside regions in compiled mode. Maps a recipe's key to whether its first concatenation was
-        along the last dimension, and to the source line of that one."""
+        along the last dimension, and to that concatenation's source line."""
         self.generator = torch.Generator()
         self.generator.manual_seed(0)
         self.blocked: str | None = None
 
     @property
     def capture(self) -> Recording | None:
-        """The capture of the calling thread. Other threads may wait for results in the meantime."""
+        """The graph capture in progress on the calling thread. Other threads may wait for results in the meantime."""
         return getattr(self._recording, "capture", None)
 
     @capture.setter
@@ -214,8 +214,8 @@ class Device:
         self.graph_bytes += nbytes
 
     def out_of_memory(self, what: str) -> NoReturn:
-        """Raise the error, after which a Gaudi process cannot continue: vllm-gaudi merged and then reverted a warm-up
-        that tried (pull requests 993 and 1078)."""
+        """Raise the out-of-memory error, after which a Gaudi process cannot continue. vllm-gaudi merged and then
+        reverted a warm-up that tried to (pull requests 993 and 1078)."""
         if self.hostile:
             self.blocked = f"this process ran out of memory before: {what}"
         raise torch.OutOfMemoryError(f"emulated {self.generation}: {what}")
@@ -227,7 +227,7 @@ class Device:
         )
 
     def mem_get_info(self) -> tuple[int, int]:
-        """Return the free and the total memory, as the allocator reports them."""
+        """Return the free and total memory as reported by the allocator."""
         return self.memory_limit - self.in_use - self.graph_bytes, self.memory_limit
 
     # -- steps --

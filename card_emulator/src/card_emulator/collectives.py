@@ -43,8 +43,8 @@ _REDUCTIONS = ("allreduce_", "reduce_", "reduce_scatter_", "_reduce_scatter_base
 
 
 def _check_on_a_gaudi(info: OpInfo, name: str, args: Sequence[Any]) -> None:
-    """Refuse or count what HCCL does not do directly. It moves words of two or four bytes, and sums only float32 and
-    bfloat16; other sums are computed in float32 (bridge 1.19, hccl_kernels.cpp and process_group_lazy_hccl.cpp). A
+    """Refuse or count what HCCL does not support directly. HCCL moves words of two or four bytes and sums only float32
+    and bfloat16; other sums are computed in float32 (bridge 1.19, hccl_kernels.cpp and process_group_lazy_hccl.cpp). A
     group's first collective creates its communicator."""
     tensors = list(_tensors(args))
     for tensor in tensors:
@@ -77,7 +77,7 @@ def _group_name(args: Sequence[Any]) -> str:
 
 
 def _issue_and_wait(info: OpInfo, args: Sequence[Any]) -> None:
-    """Run a collective during a replay, and wait for it because no caller does."""
+    """Run a collective during a replay and wait for it, because no caller does."""
     out = info.func(*args)
     (out[-1] if isinstance(out, (tuple, list)) else out).wait()
 

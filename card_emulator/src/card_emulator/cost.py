@@ -1,8 +1,8 @@
-"""Estimate how long a card takes from the counters, with a source for every constant.
+"""Estimate how long a card takes, based on the counters. Every constant has a source.
 
 A step is bound by memory, by arithmetic, or by both if they take about the same time. Each launch and each wait adds a
 fixed time. The fraction of peak arithmetic was fitted to measurements on an H100. Nothing was measured on a Gaudi, so
-its figures are predictions, which are good only for comparing two programs on one card.
+the estimates are predictions that are useful only for comparing two programs on the same card.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from card_emulator.names import GAUDI2, GAUDI3
 @dataclass(frozen=True, kw_only=True)
 class Card:
     memory_bandwidth: float
-    """The bandwidth that the graph compiler plans with, in bytes per second: 0.85 of the peak."""
+    """The bandwidth that the graph compiler assumes, in bytes per second: 0.85 of the peak."""
     matrix_flops: float
     """The published dense bfloat16 rate of the matrix engines, in operations per second."""
     host_bandwidth: float
@@ -34,8 +34,8 @@ CARDS = {
 MATRIX_SHARE = 0.797 * 4096 / (4096 + 1710)
 """The fraction of peak arithmetic for hidden states of size 4,096. Narrower matrices reach less of it."""
 SHARPNESS = 3
-"""Memory accesses and arithmetic overlap, so the norm of this degree combines their times. The result is close to the
-larger of the two."""
+"""The degree of the norm that combines the times of memory accesses and arithmetic, which overlap. The result is close
+to the larger of the two."""
 # The time to start a recipe or graph, and to wait for one from Python. Unverified, but typical of a PCIe card.
 LAUNCH_SECONDS = 20e-6
 HOST_WAIT_SECONDS = 50e-6

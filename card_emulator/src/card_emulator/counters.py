@@ -1,4 +1,4 @@
-"""Counters of the device's work, per step and in total, with the source line of everything that costs time."""
+"""Counters of the device's work, per step and in total, with the source line of each event that costs time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Install an emulated card into unmodified programs while they import torch.
 
 A door is a folder on PYTHONPATH with a distribution whose `torch.backends` entry point installs the card, as the
-vendor's package does on a machine with one. Child processes inherit the environment, and with it the card. The folder
-also makes this package importable, so the program may run in a different Python environment.
+vendor's package does on a machine with a card. Child processes inherit the environment, and with it the card. The
+folder also makes this package importable, so the program may run in a different Python environment.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def variables(
 
 
 def load() -> None:
-    """Install the card that the environment names. torch calls this at the end of its import."""
+    """Install the card that the environment variables select. torch calls this at the end of its import."""
     import card_emulator
 
     name = os.environ.get(CARD)

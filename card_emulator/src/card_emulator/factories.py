@@ -94,5 +94,5 @@ def register() -> None:
             _library.impl(name, _kernel(func, computes))
     _library.impl("_copy_from", _copy_from)
     _library.impl("_local_scalar_dense", _local_scalar)
-    # scaled_dot_product_attention asks for this when it is decomposed; 0 selects plain matrix products.
+    # scaled_dot_product_attention asks for this when it is decomposed; 0 selects plain matmuls.
     _library.impl("_fused_sdp_choice", lambda *args, **kwargs: 0)

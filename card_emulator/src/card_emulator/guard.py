@@ -1,4 +1,4 @@
-"""Add what stock torch lacks for a device type that it knows only by name."""
+"""Add support that stock torch lacks for a device type that it knows only by name."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _META, _SLOTS = 14, 22
 
 def install_device_guard() -> None:
     """Use meta's device guard for the card as well. Torch asks a guard for the current device around slices and copies.
-    Its wheels have no guard for the card and raise "PyTorch is not linked with support for hpu devices". Meta's guard
-    does nothing, which is right for a single device without streams of its own."""
+    Torch's wheels have no guard for the card and raise "PyTorch is not linked with support for hpu devices". Meta's
+    guard does nothing, which is correct for a single device without streams of its own."""
     slot = DEVICE.model.guard_slot
     path = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
     try:

@@ -69,8 +69,8 @@ def _along(func: Any, what: str) -> Callable[..., torch.Tensor]:
 
 
 def _rows_of_bytes(name: str) -> Callable[..., torch.Tensor]:
-    """Return a kernel that also copies FP8 rows, which torch cannot do on a CPU. A card can: vllm-gaudi writes its FP8
-    cache this way (extension/utils.py)."""
+    """Return a kernel that also copies FP8 rows, which torch cannot copy on a CPU. A card can: vllm-gaudi writes its
+    FP8 cache this way (extension/utils.py)."""
     copy = _along(getattr(aten, name).default, name)
 
     def run(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ def to_e4m3(tensor: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def as_read(e4m3: torch.Tensor, limit: float) -> torch.Tensor:
-    """Return the values as the device reads them: bytes for numbers beyond its limit are NaN."""
+    """Return the values as the device reads them: bytes that encode values beyond its limit are NaN."""
     if not DEVICE.hostile or limit == torch.finfo(torch.float8_e4m3fn).max:
         return e4m3
     past = e4m3.float().abs() > limit

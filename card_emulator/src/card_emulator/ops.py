@@ -16,7 +16,7 @@ def names(text: str) -> frozenset[str]:
 
 
 # Composite operations that the device runs as one kernel, or that only create views. All others are decomposed, so that
-# a read or a dynamic shape inside them is seen.
+# a read or a dynamic shape inside them is detected.
 _WHOLE = names(
     "linear matmul reshape contiguous flatten unflatten softmax log_softmax chunk narrow split movedim swapaxes "
     "numpy_T mT einsum layer_norm rms_norm group_norm square pad conv1d conv2d scaled_dot_product_attention "
@@ -90,7 +90,7 @@ class OpInfo:
     packet: str
     overload: str
     run: Callable[..., Any]
-    """Runs the operation on inner tensors. Captured graphs replay it."""
+    """A function that runs the operation on inner tensors. Captured graphs replay it."""
     writes: tuple[int | str, ...]
     """Positions or names of the arguments that change in place."""
     view: bool
@@ -111,7 +111,7 @@ class OpInfo:
     sorts: bool
     flops: Callable[[Sequence[Any], dict[str, Any], Any], int] | None
     handler: Callable[..., Any] | None = None
-    """Replaces the common path for this operation."""
+    """A handler that replaces the common path for this operation."""
 
     def computes(self, new: Sequence[Any]) -> bool:
         """Whether the operation does work, rather than only creating a view."""

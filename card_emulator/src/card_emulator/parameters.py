@@ -1,4 +1,4 @@
-"""Parameters on the card. `Module.to` and `param.data = ...` change the existing object, and keep its class, attributes
+"""Parameters on the card. `Module.to` and `param.data = ...` change the existing object and keep its class, attributes
 and tied weights. Torch does the same for devices with native tensors (`_has_compatible_shallow_copy_type`)."""
 
 from __future__ import annotations

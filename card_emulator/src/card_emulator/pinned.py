@@ -1,5 +1,5 @@
-"""Pinned host memory, which stock torch supports only with CUDA. Pinning applies to a whole allocation, and so to every
-view of it."""
+"""Pinned host memory, which stock torch supports only with CUDA. Pinning applies to a whole allocation and therefore to
+every view of it."""
 
 from __future__ import annotations
 

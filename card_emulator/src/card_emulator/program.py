@@ -56,7 +56,7 @@ class Program:
         self.num_slots = 0
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        """Run the calls and return all slots. Slots that were freed on the way are None."""
+        """Run the calls and return all slots. Slots that were freed along the way are None."""
         slots: list[Any] = [None] * self.num_slots
         slots[: len(inputs)] = inputs
         number = 0
@@ -190,7 +190,7 @@ class Capture:
 
     def read_inputs(self, outputs: set[int]) -> set[int]:
         """Return the slots of the inputs that an output or an in-place change depends on. A lazy graph contains no
-        others. An input that is only returned unchanged is not included."""
+        other inputs. An input that is only returned unchanged is not included."""
         needed = {slot for slot in outputs if slot >= self.num_inputs}
         for call in reversed(self.program.calls):
             outs = {call.outs} if isinstance(call.outs, int) else set(call.outs)

@@ -13,7 +13,7 @@ import torch
 
 Line = tuple[CodeType, int]
 
-# Files whose frames are never reported, because they only pass calls on.
+# Files whose frames are never reported, because they only forward calls.
 _SKIPPED = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(__file__) + os.sep,

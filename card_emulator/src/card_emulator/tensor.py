@@ -1,4 +1,4 @@
-"""A tensor that reports the card as its device and keeps its values in a CPU tensor. All its operations run here."""
+"""A tensor that reports the card as its device and keeps its values in a CPU tensor. Its operations run here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DeviceTensor(torch.Tensor):
     ghost = False
     """Whether the tensor was created in compile-only mode and has no values."""
     twin: torch.Tensor | None = None
-    """Replaces `inner` in compile-only mode."""
+    """The tensor that replaces `inner` in compile-only mode."""
     epoch = 0
     index = 0  # type: ignore[assignment]
     pending = False
@@ -156,7 +156,8 @@ def real(tensor: DeviceTensor) -> torch.Tensor:
 
 
 def garbage(values: torch.Tensor) -> torch.Tensor:
-    """Fill with values that are no valid indices or tokens and far from a model's, or with zeros on a kind card."""
+    """Fill with values that are not valid indices or tokens and are far from a model's values. On a kind card, fill
+    with zeros."""
     if not DEVICE.hostile:
         return values.zero_()
     if values.dtype is torch.bool:
@@ -186,7 +187,7 @@ class Operation(NamedTuple):
     new: Sequence[DeviceTensor]
     """Results that are not arguments."""
     single: bool
-    """Whether the operation returned a single result and not a sequence."""
+    """Whether the operation returned a single result rather than a sequence."""
 
 
 def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[..., Any] | None = None) -> Any:
@@ -320,7 +321,7 @@ class Operands:
 
 def view_of(base: DeviceTensor, inner: torch.Tensor, memory: Allocation, part: bool) -> DeviceTensor:
     if torch.is_inference_mode_enabled() and not base.is_inference():
-        with torch.inference_mode(False):  # torch versions such a tensor together with its views
+        with torch.inference_mode(False):  # such a tensor shares its version counter with its views
             return DeviceTensor(inner, memory, part)
     return DeviceTensor(inner, memory, part)
 
@@ -400,7 +401,7 @@ def wide(tensor: DeviceTensor, what: str) -> None:
 
 
 _WITHIN_REACH = (1 << 31) - 1
-"""The number of bytes that every engine of a card can address, whatever the layout."""
+"""The number of bytes that every engine of a card can address, regardless of the layout."""
 
 
 def _account(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], call: Operands, results: Sequence[Any]) -> None:
@@ -442,7 +443,7 @@ def download(what: str, tensor: DeviceTensor) -> torch.Tensor:
 
 
 Handler = Callable[[OpInfo, Sequence[Any], dict[str, Any]], Any]
-# Handlers for operations that are more than computation, by name, and for whole namespaces such as collectives. Other
+# Handlers for operations that do more than compute, by name, and for whole namespaces such as collectives. Other
 # modules register them.
 _HANDLERS: dict[str, Handler] = {}
 _NAMESPACES: dict[str, Handler] = {}

@@ -9,7 +9,7 @@ import torch
 
 
 def distinct_elements(tensor: torch.Tensor) -> int:
-    """Return the number of distinct elements in memory, also for expanded tensors and overlapping windows."""
+    """Return the number of distinct elements in memory, including for expanded tensors and overlapping windows."""
     numel = tensor.numel()
     if numel == 0 or tensor.is_contiguous():
         return numel
@@ -26,14 +26,15 @@ def distinct_bytes(tensor: torch.Tensor) -> int:
 
 
 def read_bytes(packet: str, position: int, args: Sequence[Any], kwargs: dict[str, Any], operand: torch.Tensor) -> int:
-    """Return the size of an operand, or of the part that the operation reads of it according to `READS`."""
+    """Return the size of an operand, or of the part of it that the operation reads according to `READS`."""
     part = READS.get(packet)
     nbytes = part(position, args, kwargs) if part is not None else None
     return distinct_bytes(operand) if nbytes is None else nbytes
 
 
 def gathered_bytes(table: torch.Tensor, made: int) -> int:
-    """Return the bytes that a gather reads: as many as it returns, but expanded dimensions are read only once."""
+    """Return the number of bytes that a gather reads. This equals the size of its result, but expanded dimensions are
+    read only once."""
     numel = table.numel()
     return made * distinct_elements(table) // numel if numel else 0
 

@@ -1,4 +1,4 @@
-"""`torch.accelerator` on a machine with a Gaudi. Torch sees the card, but its memory calls do not know its allocator.
+"""`torch.accelerator` on a machine with a Gaudi. Torch sees the card, but not the card's allocator.
 
 The card registers itself while torch is imported, so these calls are replaced from the start. They raise the errors
 that users of real cards reported: vllm-gaudi, patches.py and platform.py, and its pull requests 1383 (a Gaudi 3) and

@@ -1,9 +1,10 @@
 """`hpu_backend`, the bridge's backend of torch.compile, for compiled mode.
 
-As in the bridge (1.19, dynamo/compile_backend/backends.py), torch's `aot_autograd` prepares inference graphs, in which
-mutations of inputs stay. Only the compiler is emulated: which operations it accepts (shared_layer.py), what it is known
-to compute wrongly, and that it compiles a graph at the first run. The bridge's decompositions are emulated only where
-these rules depend on them, and of its passes only the one that updates caches in place.
+As in the bridge (1.19, dynamo/compile_backend/backends.py), torch's `aot_autograd` prepares inference graphs, which
+keep mutations of inputs. Only the compiler is emulated: the operations that it accepts (shared_layer.py), the results
+that it is known to get wrong, and the compilation of each graph at its first run. The bridge's decompositions are
+emulated only where these rules depend on them. Of its compiler passes, only the one that updates caches in place is
+emulated.
 """
 
 from __future__ import annotations

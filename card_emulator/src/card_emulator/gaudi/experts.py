@@ -98,7 +98,7 @@ def fp8_fused_weights(
     w12_scale: Weights, w3_scale: Weights, permuted: bool, activation: str, experts_min: int, experts_max: int,
     inner_scale: Weights | None = None, chunk_size: int = 0, total_experts: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Return results in the router's dtype. Activations between the two products are rounded only if they have
+    """Return results in the router's dtype. Activations between the two matmuls are rounded only if they have
     scales."""
     act = _ACTIVATIONS[activation]
 

@@ -64,7 +64,7 @@ def rotary_pos_embedding(
     offset: int,
     mode: int,
 ) -> torch.Tensor:
-    """Rotate halves (mode 0, neox) or neighbors (mode 1). `sin` and `cos` have the full rotary width."""
+    """Rotate halves (mode 0, NeoX) or adjacent pairs (mode 1). `sin` and `cos` have the full rotary width."""
     if position_ids is not None:
         sin, cos = (table[position_ids.long()].unsqueeze(1) for table in (sin, cos))
     elif offset:
@@ -119,7 +119,7 @@ def hidden_keys(
     seq_padding_type: str,
     window: Sequence[int],
 ) -> torch.Tensor | None:
-    """Return which keys each query must not see, apart from the mask, or None if it sees all."""
+    """Return which keys each query must not attend to, apart from the caller's mask, or None if there are none."""
     num_queries, num_keys = q.shape[-2], k.shape[-2]
     hidden = None
     if is_causal or max(window, default=-1) >= 0:
@@ -210,8 +210,8 @@ def block_softmax(
     """Return exp(attn - block maximum), the block maxima, and the block sums.
 
     `attn` is [blocks, kv_heads, q_per_kv, tokens, block_size]. Maxima and sums are flattened per block and padded to
-    whole vectors. Blocks of group -1 become zero. Only what somebody has run is accepted: vllm-gaudi passes one query
-    per row, in bfloat16 (extension/features.py, ops.py)."""
+    whole vectors. Blocks of group -1 become zero. Only forms that are known to have run are accepted: vllm-gaudi passes
+    one query per row, in bfloat16 (extension/features.py, ops.py)."""
     if DEVICE.hostile and (attn.dim() != 5 or attn.shape[3] != 1 or attn.dtype != torch.bfloat16):
         raise DeviceRefusal(
             f"hpu::block_softmax with {attn.shape[3] if attn.dim() == 5 else attn.dim()} queries in {attn.dtype}: "
@@ -299,10 +299,10 @@ def fp8_gemm_v2(
     accumulate: bool = False,
     B_scale_shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return the product times its scales. The product is computed in float64, where these sums are exact in any order,
-    so the result for a row does not depend on the number of rows. For bfloat16, the sum and the scale are each rounded
-    before they are multiplied. The result is bitwise equal to that in vllm-gaudi's two files for layers with static
-    scales (v0.26.0, test_hpu_compressed_tensors)."""
+    """Return the matrix product multiplied by its scales. The product is computed in float64, where these sums are
+    exact in any order, so the result for a row does not depend on the number of rows. For bfloat16, the sum and the
+    scale are each rounded before they are multiplied. The result is bitwise equal to that in vllm-gaudi's two files for
+    layers with static scales (v0.26.0, test_hpu_compressed_tensors)."""
     check_fp8(A_scale_inv, B_scale_inv)
     left = A.double().transpose(-1, -2) if trans_A else A.double()
     right = B.double().transpose(-1, -2) if trans_B else B.double()

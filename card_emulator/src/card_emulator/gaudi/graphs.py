@@ -19,7 +19,7 @@ from card_emulator.tensor import DeviceTensor, real
 
 class GraphCapture(Capture):
     """A graph capture that counts recipes. A recipe is the part between two markers: its operations, scalars and tensor
-    layouts. If every layer of a model ends with a marker, equal layers share one recipe."""
+    layouts. If every layer of a model ends with a marker, identical layers share one recipe."""
 
     what = "HPU graph capture"
 
@@ -75,10 +75,10 @@ class GraphCapture(Capture):
             )
 
 
-# A replay uses the memory of its arguments as it is and compares only sizes (bridge 1.19, HPUGraph.cpp, replayV3). In
-# that memory, 64-bit values take 32 bits (get_n_bytes.h; PT_ENABLE_INT64_SUPPORT is off by default), so a graph that
-# was captured with one width also accepts the other. vllm-gaudi's decode graphs get positions as int32 in warm-up and
-# as int64 in steps with drafts (v0.26.0, hpu_model_runner.py, _create_decode_input_data).
+# A replay uses the memory of its arguments as is and compares only sizes (bridge 1.19, HPUGraph.cpp, replayV3). In that
+# memory, 64-bit values take 32 bits (get_n_bytes.h; PT_ENABLE_INT64_SUPPORT is off by default), so a graph that was
+# captured with one width also accepts the other. vllm-gaudi's decode graphs get positions as int32 in warm-up and as
+# int64 in steps with drafts (v0.26.0, hpu_model_runner.py, _create_decode_input_data).
 _STORED_AS = {torch.int64: torch.int32, torch.float64: torch.float32}
 
 
@@ -318,8 +318,8 @@ def _finish(capture: GraphCapture, work: Tally, outputs: Any, wiring: Any, where
 
 
 def _check_outputs(outputs: Any) -> None:
-    """Refuse outputs with tensors that the bridge does not find. It looks in lists, tuples, dicts and `__dict__` (1.19,
-    extract_tensors)."""
+    """Refuse outputs with tensors that the bridge does not find. The bridge looks in lists, tuples, dicts and
+    `__dict__` (1.19, extract_tensors)."""
     if isinstance(outputs, dict):
         outputs = tuple(outputs.values())
     if isinstance(outputs, (list, tuple)):
@@ -400,7 +400,7 @@ class GraphCache:
         return graph.outputs
 
     def _hold(self, inputs: Inputs) -> list[DeviceTensor]:
-        """Copy the inputs into the graph's own tensors and return these."""
+        """Copy the inputs into the graph's own tensors and return those."""
         held = self._held.get(inputs.key)
         if held is None:
             held = self._held[inputs.key] = [DeviceTensor(_like(tensor)) for tensor in inputs.tensors]

@@ -34,7 +34,7 @@ class Streams(runtime.Streams):
 
 
 def get_device_properties(device: Any = None) -> NoReturn:
-    """Raise an error. The real result lacks the fields of CUDA's, so vllm-gaudi replaces this call (platform.py)."""
+    """Raise an error. The real result lacks CUDA's fields, so vllm-gaudi replaces this call (platform.py)."""
     raise NotImplementedError("torch.hpu.get_device_properties has nothing that is known; ask torch.hpu.mem_get_info")
 
 

@@ -104,7 +104,7 @@ def fp8_fused_sdpa(
     )  # fmt: skip
 
 
-# --- query heads that share a key head are one more dimension ---
+# --- query heads that share a key head form an extra dimension ---
 
 
 def is_gqa(q: torch.Tensor, k: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ def _register_backend() -> None:
 
 
 def _patched_compile(original: Any) -> Any:
-    """Register the backend at the first call. Decorators name it in lazy mode, too (vllm-gaudi, platform.py,
+    """Register the backend at the first call. Decorators also refer to it in lazy mode (vllm-gaudi, platform.py,
     set_torch_compile)."""
 
     def compile(*args: Any, **kwargs: Any) -> Any:

@@ -88,7 +88,7 @@ def _link(compiler: str, objects: list[Path], to: Path) -> None:
     linked = [f"-L{torch_libraries}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_libraries}", "-Wl,-z,defs"]
     _run([compiler, "-shared", *map(str, objects), *linked, f"-Wl,-soname,{LIBRARY}", "-o", str(to / LIBRARY)])
     for name in NAMES:
-        # Nothing uses a symbol of it, but the dependency makes the loader find the one library.
+        # No symbol from it is used, but the dependency makes the loader find this library.
         to_all = ["-Wl,--no-as-needed", f"-L{to}", f"-l:{LIBRARY}", "-Wl,-rpath,$ORIGIN"]
         _run([compiler, "-shared", *to_all, f"-Wl,-soname,{name}", "-o", str(to / name)])
 

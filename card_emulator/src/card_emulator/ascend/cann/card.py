@@ -1,4 +1,4 @@
-"""The emulated card under torch_npu, as reports see it. The runtime counts events, and this module assigns the counts
+"""The emulated card under torch_npu, as used by reports. The runtime counts events, and this module assigns the counts
 to steps."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 // The fused operators for large language models, which accept exactly what their documentation allows, and also float32 in
-// attention and KV writes, so that code that uses them can be compared number by number.
+// attention and KV writes, so that code that uses them can be compared element by element.
 
 #include "operators.h"
 
@@ -189,7 +189,7 @@ struct Attention {
     const at::Tensor column = at::arange(length).unsqueeze(0), line = at::arange(count).unsqueeze(1);
     const at::Tensor aligned = line + (length - count);
     if (sparse != 0) {
-      // The mask decides what is hidden. It is enough to look at its second number.
+      // The mask decides what is hidden. Checking its second element is sufficient.
       const bool hides_later = mask.flatten()[1].to(at::kBool).item<bool>();
       const at::Tensor later = hides_later ? column > aligned + (sparse == 4 ? next : 0) : at::zeros({count, length}, at::kBool);
       return sparse == 4 ? later.logical_or(column < aligned - pre) : later;
@@ -211,7 +211,7 @@ struct Attention {
   }
 };
 
-// Multiplies the rows of each group with the group's matrix.
+// Multiplies the rows of each group by the group's matrix.
 void multiply_groups(at::Tensor& out, const at::Tensor& rows, const at::Tensor& matrices, const at::Tensor& counts) {
   int64_t start = 0;
   for (int64_t group = 0; group < counts.numel(); ++group) {
@@ -222,7 +222,7 @@ void multiply_groups(at::Tensor& out, const at::Tensor& rows, const at::Tensor& 
   }
 }
 
-// The size grows with the queries. The real size is not published.
+// The size grows with the number of queries. The real size is not published.
 uint64_t attention_workspace(const aclTensor* query) { return query->tensor.numel() * 4 + 4096; }
 
 // Refuses quantized forms, rope as a separate input, shared prefixes, and padding on the left.

@@ -1,4 +1,4 @@
-// Functions that torch_npu links and this emulator lacks. Each one reports its name.
+// Functions that torch_npu is linked against but this emulator lacks. Each one reports its name.
 
 #include <string>
 

@@ -37,7 +37,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr uint64_t kMostPending = 4096;  // per stream; if there is more, the oldest work runs although nobody waits
+constexpr uint64_t kMostPending = 4096;  // per stream; beyond this, the oldest work runs although nothing waits
 constexpr size_t kAlignment = 512;
 constexpr int kCards = 8;
 constexpr size_t kMemory = static_cast<size_t>(60.97 * (1ull << 30));  // the memory that a 64 GB card reports
@@ -57,7 +57,7 @@ struct GraphCounts {
 
 struct Stream;
 
-// For each stream, how much of its work comes before something.
+// For each stream, how much of its work precedes a given point.
 using Past = std::map<Stream*, uint64_t>;
 
 // A position in a stream's queue; during a capture, the number of its operations so far.

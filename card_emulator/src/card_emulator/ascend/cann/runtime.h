@@ -27,7 +27,7 @@ aclError submit_for_ranks(aclrtStream stream, const std::string& name, Addresses
 aclError take_memory(const char* name, size_t size);
 void release_memory(size_t size);
 
-// Counts what an operator reads of paged keys and values, when it runs.
+// Counts the paged keys and values that an operator reads when it runs.
 void count_kv_read(uint64_t bytes);
 
 // Stores the reason for aclGetRecentErrMsg, and returns the code.
