@@ -68,7 +68,7 @@ def options() -> str:
 
 
 SPECULATIVE = {
-    "method": "A [method](methods.md); **`universal_draft`** is one of them. Default: by `model`.",
+    "method": "A [method](methods.md), including **`universal_draft`**. Default: determined by `model`.",
     "model": "The drafter's folder or Hugging Face id, or a class for `custom_class`.",
     "num_speculative_tokens": "k, from 1 to 16. Default: the checkpoint's; required if it has none.",
     "draft_sample_method": "[How drafts are made](../explanation/acceptance.md#how-drafts-are-made): {values}.",
@@ -84,19 +84,19 @@ SPECULATIVE = {
     ),
     "quantization": "The drafter's quantization method. Default: the checkpoint's.",
     "revision": "The drafter's revision on the Hugging Face Hub.",
-    "draft_load_config": "How the drafter is loaded. Default: as the target.",
+    "draft_load_config": "How the drafter is loaded. Default: like the target.",
     "parallel_drafting": "[Draft all k tokens in one forward pass](methods.md#parallel-drafting).",
     "draft_lm_head_quantization": "`fp8`: draft from [a copy of the output matrix](methods.md#output-matrix-in-fp8).",
     "prompt_lookup_min": "The shortest n-gram. Default: `prompt_lookup_max`, or 5.",
     "prompt_lookup_max": "The longest n-gram. Default: `prompt_lookup_min`, or 5.",
-    "suffix_decoding_max_tree_depth": "The longest match and its drafts together, in tokens.",
+    "suffix_decoding_max_tree_depth": "The maximum length of a match and its drafts together, in tokens.",
     "suffix_decoding_max_cached_requests": "The number of past answers in the suffix tree.",
-    "suffix_decoding_max_spec_factor": "The most drafts per token of the match.",
-    "suffix_decoding_min_token_prob": "The least probability of a draft token.",
+    "suffix_decoding_max_spec_factor": "The maximum number of drafts per token of the match.",
+    "suffix_decoding_min_token_prob": "The minimum probability of a draft token.",
     "disable_eagle_block_drop": "[Keep a head's last cached block](methods.md#eagle-and-eagle3).",
     "use_heterogeneous_vocab": "vLLM's spelling of the method `universal_draft`.",
     "synthetic_acceptance_rates": "For the rule `synthetic`: the rate at which drafts are accepted, by position.",
-    "synthetic_acceptance_length": "For the rule `synthetic`: the mean acceptance length, in place of rates.",
+    "synthetic_acceptance_length": "For the rule `synthetic`: the mean acceptance length, instead of rates.",
 }
 """The options of vLLM's `SpeculativeConfig` that are used here. Others are refused, or ignored with a warning."""
 
