@@ -134,7 +134,7 @@ class Graphs:
         """Mark the end of warm-up, after which nothing should be compiled."""
 
     def step_done(self) -> None:
-        """Signal that a step's work has all been issued. No-op by default, because work starts when it is issued."""
+        """Signal that a step's work has all been issued. The default does nothing: work starts when it is issued."""
 
     def compiled_after_warmup(self) -> int:
         """Return the number of graphs compiled after warm-up, or 0 if the device does not count them."""
@@ -168,7 +168,7 @@ class Memory:
         return partial(self.download, tensor)
 
     def synchronize(self) -> None:
-        """Wait for all issued work. No-op by default, because each call returns only after its work is done."""
+        """Wait for all issued work. The default does nothing: each call returns only after its work is done."""
 
     def free_bytes(self) -> int | None:
         """Return the card's free memory in bytes, or None if the device uses the host's memory."""
@@ -297,8 +297,10 @@ class Weights:
         set."""
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Move loaded weights to the device in the layout that it needs. No-op by default, because loading already does
-        this."""
+        """Move loaded weights to the device in the layout that it needs.
+
+        The default does nothing, because weights are on the device after loading.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

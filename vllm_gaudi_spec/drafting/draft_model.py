@@ -246,7 +246,11 @@ class DraftModelKVSync(DrafterKVSync):
         self._keeps_up_np[rows_np] = max_drafts_np > 0
 
     def _take_gaps(self, lags: list[_Lag]) -> tuple[list[_Lag], list[int], Shape]:
-        """Remove the next tokens from the gaps. Return each batch row's lag, its offset in the gap, and the shape."""
+        """Take the next tokens that rows have to catch up on.
+
+        Returns:
+            The `_Lag` that each batch row belongs to, the row's offset in the lag's tokens, and the batch's shape.
+        """
         shapes, size = self._shapes, self._shapes.slice_tokens
         group: list[_Lag] = []
         offsets: list[int] = []

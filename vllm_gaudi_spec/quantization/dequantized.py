@@ -162,7 +162,7 @@ def format_of(model: ModelConfig) -> CheckpointFormat:
 
 
 def format_if_read(model: ModelConfig) -> CheckpointFormat | None:
-    """Return a quantized checkpoint's format, or None if it is unquantized or in a format that we do not read."""
+    """Return the quantization format, or None if the checkpoint is unquantized or in a format that we do not read."""
     try:
         return format_of(model) if described(model) else None
     except UnknownFormatError:

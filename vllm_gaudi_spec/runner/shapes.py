@@ -267,7 +267,7 @@ class Shapes:
         return parts
 
     def _split_rows(self, counts: Sequence[int]) -> list[int]:
-        """For each chunk, return the number of one-row chunks in the cheapest rectangle that begins with it."""
+        """Return, for each chunk, how many chunks to pad together at the lowest cost if a batch begins with it."""
         queries = [self.fit_queries(count) for count in counts]
         most_rows = [self.prefill_rows_at(count) for count in counts]
         padded_rows = [fit(self.prefill_rows, size) for size in range(self.prefill_rows[-1] + 1)]

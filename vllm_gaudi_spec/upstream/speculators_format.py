@@ -12,8 +12,8 @@ from vllm_gaudi_spec.upstream.patching import wrap
 def mend_speculators_format() -> None:
     """Make block drafter layers causal exactly where the library trains them that way, and refuse unsupported methods.
 
-    Reason: `sliding_window_non_causal` applies only to sliding-window layers. Upstream applies False, which the library
-    writes by default, to all DFlash layers and does not read it for DSpark. Nothing fails, but drafts are less
+    Reason: `sliding_window_non_causal` applies only to sliding-window layers. The library writes False by default.
+    Upstream applies that value to all DFlash layers and ignores the flag for DSpark. Nothing fails, but drafts are less
     accurate. For methods that it cannot read, such as mtp and xpress, upstream's error lists Python functions.
     Remove when: vllm-project/vllm#56692 is released, DSpark reads the flag, and the error lists the methods.
     """

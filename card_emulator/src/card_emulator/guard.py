@@ -39,8 +39,8 @@ def install_device_guard() -> None:
 
 
 def _indexed(device: Any) -> Any:
-    """Return the device with its index. Torch would resolve a missing index through the guard, which answers for the
-    meta device."""
+    """Return the device with its index. Otherwise, torch would ask the device guard for the missing index, and that
+    guard reports the meta device."""
     if device is None or isinstance(device, torch.Tensor | torch.dtype | int):
         return device
     if isinstance(device, str) and device.startswith(DEVICE.where.type):

@@ -1,4 +1,4 @@
-"""How the device handles each operation. This is decided once per operation and looked up at every call."""
+"""How the device handles each operation. This is decided once per operation and looked up on every call."""
 
 from __future__ import annotations
 

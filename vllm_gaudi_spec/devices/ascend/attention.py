@@ -284,7 +284,7 @@ def adds_up_blocks(
 
     Rows that share a prefix may exceed it. According to the documentation, the operation rejects such rows. CANN 8.5.0
     checks this in one kernel, for several queries per row and some head sizes. The sources of 9.0.0 and 9.1.0 do not.
-    Therefore, test each form on the card with two rows that share a block. `mask` is the compressed mask.
+    This function therefore makes the call on the card, for two rows that share a block. `mask` is the compressed mask.
     """
     query = torch.zeros(2, num_queries, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
     form: dict[str, Any] = dict(input_layout="BSND", pre_tokens=_EVERYTHING, next_tokens=_EVERYTHING)
@@ -306,7 +306,7 @@ def compresses_masks(torch_npu: Any, device: torch.device, spec: AttentionLayerS
     The documentation lists head sizes 128 and 192. CANN 9.1.0 supports all sizes up to 256. In 8.5.0, support depends
     on the kernel selected by heads, groups, window, and blocks. One kernel supports only bfloat16 and rejects rows with
     more queries than keys, such as padding (CheckSpecConditions, CheckInputShapeWhenLayoutIsTND). Cards rejected sizes
-    256 and 96 (vllm-ascend#9632, its MiniCPM3 page). Therefore, test the card with a one-query chunk and its padding.
+    256 and 96 (vllm-ascend#9632, its MiniCPM3 page). This function tests a one-query chunk with padding.
     """
     query = torch.zeros(4, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
     keys = torch.zeros(2, spec.block_size, spec.num_kv_heads * spec.head_size, dtype=spec.dtype, device=device)

@@ -39,7 +39,7 @@ def _model(name: str, memory: int, e4m3_max: float) -> Model:
         guard_slot=15,
         count=1,
         memory=memory,
-        # The message for a tensor, from vllm-gaudi's calibration guide.
+        # vllm-gaudi's calibration guide has this message for a tensor.
         out_of_memory="[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::{nbytes} ({mib})MB",
         e4m3_max=e4m3_max,
         lacks_dtypes=_NO_DTYPES,
