@@ -98,8 +98,8 @@ class Options:
     """How such a drafter's drafts become target tokens: `tli` (default) drafts only tokens in both vocabularies;
     `slem` drafts any token and tokenizes the drafted text for the target."""
     universal_kv_len: int | None = None
-    """With `retokenize`: how many of its own tokens the drafter keeps per request. The default is 2048 or twice
-    `--max-model-len`, whichever is smaller."""
+    """Maximum number of its own tokens that the drafter keeps per request with `retokenize`. The default is 2048 or
+    twice `--max-model-len`, whichever is smaller."""
     state_snapshots: int | None = None
     """The number of recurrent states that the prefix cache keeps, for models that have them. The default is
     `--max-num-seqs`, but at most 32."""
@@ -261,7 +261,7 @@ class Speculation:
     universal_match: str = TLI
     """How drafts become target tokens: `tli` or `slem`."""
     universal_kv_len: int = 0
-    """With `retokenize`: how many of its own tokens the drafter keeps per request."""
+    """Maximum number of its own tokens that the drafter keeps per request with `retokenize`."""
     smaller_widths: tuple[int, ...] = ()
     """Numbers of drafts per row below k that have decode shapes, in ascending order."""
     is_adaptive: bool = False
@@ -269,10 +269,10 @@ class Speculation:
     synthetic_rates: tuple[float, ...] = ()
     """For the synthetic rule: the probability that the first i + 1 drafts are all accepted."""
     mask_token: int | None = None
-    """For parallel drafting: the ID that stands for unknown tokens in the drafter's input. None if the checkpoint
-    does not specify one."""
+    """ID that stands for unknown tokens in the drafter's input in parallel drafting. None if the checkpoint does not
+    specify one."""
     block_size: int = 0
-    """For block drafters: the number of tokens in a block. 0 for other drafters."""
+    """Number of tokens in a block drafter's block. 0 for other drafters."""
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:  # one of vLLM's rules that we do not support

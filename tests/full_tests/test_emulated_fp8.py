@@ -119,7 +119,7 @@ def test_drafts_of_an_fp8_output_matrix_are_lossless(method: str) -> None:
     drafts = heads.head(method, 3, rejection_sample_method="strict", draft_lm_head_quantization="fp8")
     with engine(model, speculative_config=drafts, **SIZES) as llm:
         ((original, copy),) = llm.collective_rpc(output_matrices)
-        # Of numbers with 4 bits, but for the smallest.
+        # e4m3 numbers have 4 significant bits, except for the smallest ones.
         assert 0.01 < float((copy - original).abs().max() / original.abs().max()) < 2**-4
         assert ask(llm) == expected
         assert accepted(llm) > 0.1 * counter(llm, "vllm:spec_decode_num_draft_tokens") > 5

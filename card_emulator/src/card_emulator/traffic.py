@@ -88,9 +88,9 @@ _OVERWRITES = frozenset(
         *("exponential_", "bernoulli_", "geometric_", "cauchy_", "log_normal_"),
     )
 )
-# For each packet, a function of the operand's position and the arguments that returns the bytes read, or None for all.
+# Maps a packet to a function of an operand's position and the arguments. It returns the bytes read, or None for all.
 READS: dict[str, Callable[[int, Sequence[Any], dict[str, Any]], int | None]] = {}
-# For each indexed update, a function of its arguments that returns the number of addressed elements.
+# Maps an indexed update to a function of its arguments, which returns the number of addressed elements.
 TOUCHED: dict[str, Callable[[Sequence[Any]], int]] = {
     **dict.fromkeys(("index_copy_", "index_add_", "index_reduce_"), _numel(3)),
     **dict.fromkeys(("scatter_", "scatter_add_", "scatter_reduce_"), _numel(2)),

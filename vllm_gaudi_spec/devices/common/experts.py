@@ -239,7 +239,7 @@ class Experts(UnquantizedFusedMoEMethod):
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         activation = layer.activation.value
         unsupported = {
-            # With a bias, an expert that was not chosen would not produce zero.
+            # An expert that has a bias and was not chosen would not produce zero.
             "biases and weighted inputs": self.moe.has_bias and layer.apply_router_weight_on_input,
             f"activation {activation}": layer.activation not in _ACTIVATIONS,
             f"activation {activation} and a limit": self.moe.swiglu_limit is not None
