@@ -141,20 +141,34 @@ def _forward(runner: ModelRunner, shape: Shape) -> None:
 def _time_steps(runner: ModelRunner, widths: tuple[int, ...], max_tokens: int) -> dict[int, list[float]]:
     """Map each number of rows to the seconds that a decode on padding takes with each number of drafts per row.
 
-    A decode of more than `max_tokens` tokens has no graph yet, so the time measured with fewer rows is used. Numbers of
+    A decode of more than `max_tokens` tokens has no graph yet, so its time is extrapolated from fewer rows. Numbers of
     drafts are measured alternately, so that a brief pause of the machine does not make one of them look slow.
     """
-    times: dict[int, list[float]] = {}
-    seconds: dict[int, float] = {}
-    for rows in dict.fromkeys(rows for rows, _ in runner.shapes.decode_sizes()):
-        numbers = [
-            num for num in (0, *widths) if num not in seconds or max_tokens < 0 or rows * (1 + num) <= max_tokens
-        ]
-        turns = [[_time_step(runner, rows, num) for num in numbers] for _ in range(_TIMED_ROUNDS)]
-        seconds |= zip(numbers, map(min, zip(*turns, strict=True)), strict=True)
-        times[rows] = [*seconds.values()]
-        logger.debug("Decodes of %d rows took these seconds, by drafts per row: %s.", rows, seconds)
+    sizes = [*dict.fromkeys(rows for rows, _ in runner.shapes.decode_sizes())]
+    numbers = (0, *widths)
+    measured: dict[int, dict[int, float]] = {num: {} for num in numbers}
+    for rows in sizes:
+        timed = [num for num in numbers if rows == sizes[0] or max_tokens < 0 or rows * (1 + num) <= max_tokens]
+        turns = [[_time_step(runner, rows, num) for num in timed] for _ in range(_TIMED_ROUNDS)]
+        for num, *seconds in zip(timed, *turns, strict=True):
+            measured[num][rows] = min(seconds)
+    times = {rows: [_extrapolate(measured[num], rows) for num in numbers] for rows in sizes}
+    logger.debug("Seconds per decode by number of rows, for %s drafts per row: %s.", numbers, times)
     return times
+
+
+def _extrapolate(seconds: dict[int, float], rows: int) -> float:
+    """Return the seconds for `rows` rows, given the measured seconds of fewer rows.
+
+    Args:
+        seconds: Maps numbers of rows, in ascending order, to seconds.
+        rows: Number of rows, either in `seconds` or larger.
+    """
+    if rows in seconds:
+        return seconds[rows]
+    first, last = min(seconds), max(seconds)
+    slope = max(seconds[last] - seconds[first], 0.0) / max(last - first, 1)
+    return seconds[first] + slope * (rows - first)
 
 
 def _time_step(runner: ModelRunner, rows: int, num_drafts: int) -> float:

@@ -91,20 +91,25 @@ class Acceptance:
         return len(max_drafts_by_id) + np.concatenate(([0.0], accepted_K))
 
 
-_OWN_STEPS = 4
-"""Number of consecutive steps that update only their own choice's estimate. Later steps update all estimates."""
-_OWN_SMOOTHING = 1 / 2
-"""Weight of each of these steps in the running mean for its choice."""
-_SMOOTHING = 1 / 8
-"""Weight of each later step."""
-_LARGEST_CHANGE = 1.5
-"""Maximum ratio of a step's time to the mean. A step that takes longer is assumed to include a pause."""
-_STALE = 2.0
-"""Ratio of a choice's measured time to its estimate above which the estimate is replaced. If a limit excludes a choice
-for a long time, `_DOUBT` makes the estimate too short."""
+_LONGEST_MEMORY = 32
+"""Maximum number of steps that a choice's running mean covers."""
+_LARGEST_CHANGE = 0.5
+"""Maximum relative difference between a step's time and the mean. A longer step is assumed to include a pause."""
+_LARGE_CHANGES = 4
+"""Number of consecutive steps beyond that limit after which all choices are measured again."""
+_LARGEST_DRIFT = 0.1
+"""Maximum relative difference that is also applied to other choices. Noise must not make them look slow."""
+_OPTIMISM = 0.5
+"""Number of standard errors subtracted from each mean, so that choices measured only a few times run again."""
+_FIRST_VARIANCE = 0.04
+"""Assumed relative variance of step times before any are measured."""
+_VARIANCE_SMOOTHING = 1 / 16
+"""Weight of each step in the running variance."""
 _DOUBT = 1 / 4096
 """Fraction by which each step shortens the estimates for all other choices, so that each of them is eventually tried
 again. The machine may have been busy when a choice was measured."""
+_FORGET_STEPS = 1 / 1024
+"""Fraction by which each step reduces the number of steps that the other choices' means cover."""
 _WORTH_A_CHANGE = 1.02
 """Minimum speedup for which the choice changes."""
 _UNKNOWN = 1e-6
@@ -115,21 +120,69 @@ _UNKNOWN = 1e-6
 class _Size:
     """The state for one batch size. J is the number of choices."""
 
-    seconds_J: np.ndarray
-    """Estimated seconds per step, initially as measured in warm-up."""
+    rows: int
+    warmed_J: np.ndarray
+    """Seconds per step as measured in warm-up."""
     chosen: int = -1
     """Index of the latest choice."""
-    measured: int = -1
-    """Index of the choice that was measured last."""
-    num_measured: int = 0
-    """Number of consecutive steps that measured this choice."""
-    first: float = 0.0
-    """Seconds taken by the first step of a choice whose time is not yet known."""
-    is_known_J: np.ndarray = field(init=False)
-    """Whether a step has replaced the choice's warm-up time."""
+    variance: float = _FIRST_VARIANCE
+    """Relative variance of step times."""
+    num_large: int = 0
+    """Number of consecutive steps whose difference from the mean was limited."""
+    seconds_J: np.ndarray = field(init=False)
+    """Mean seconds per step, initially as measured in warm-up."""
+    first_J: np.ndarray = field(init=False)
+    """Seconds of a choice's first step, until its second step, or 0."""
+    num_measured_J: np.ndarray = field(init=False)
+    """Number of steps that each mean covers. If it is less than 1, the next two steps replace the mean."""
 
     def __post_init__(self) -> None:
-        self.is_known_J = np.zeros(len(self.seconds_J), dtype=bool)
+        self.seconds_J = self.warmed_J.copy()
+        self.first_J, self.num_measured_J = np.zeros((2, len(self.warmed_J)))
+
+    def estimate_seconds(self, others: Collection[_Size]) -> np.ndarray:
+        """Return optimistic estimates of the seconds per step for each choice.
+
+        A choice that no step of this size has measured is assumed to differ from warm-up as much as at the nearest
+        size that measured it.
+        """
+        errors_J = np.sqrt(self.variance / np.maximum(self.num_measured_J, 1))
+        estimates_J = self.seconds_J * (1 - _OPTIMISM * errors_J)
+        for index in np.flatnonzero(self.num_measured_J == 0):
+            measured = [other for other in others if other.num_measured_J[index] >= 1]
+            if measured:
+                nearest = min(measured, key=lambda other: abs(other.rows - self.rows))
+                estimates_J[index] *= nearest.seconds_J[index] / nearest.warmed_J[index]
+        return estimates_J
+
+    def observe(self, index: int, seconds: float) -> None:
+        """Update the means after a step of the choice at `index`."""
+        mean, num_measured_J = self.seconds_J[index], self.num_measured_J
+        if num_measured_J[index] < 1:
+            first, self.first_J[index] = self.first_J[index], seconds
+            if not first:
+                return
+            seconds, self.first_J[index] = min(first, seconds), 0  # either one may include a pause
+            if not num_measured_J.any():
+                self.seconds_J = self.seconds_J * min(seconds / mean, 1)
+            self.seconds_J[index], num_measured_J[index] = seconds, 1
+        else:
+            difference = seconds / mean - 1
+            change = np.clip(difference, -_LARGEST_CHANGE, _LARGEST_CHANGE)
+            self.num_large = 0 if change == difference else self.num_large + 1
+            self.variance += _VARIANCE_SMOOTHING * (change**2 - self.variance)
+            num_measured_J[index] = min(num_measured_J[index] + 1, _LONGEST_MEMORY)
+            if num_measured_J[index] == _LONGEST_MEMORY:
+                self.seconds_J += np.clip(change, -_LARGEST_DRIFT, _LARGEST_DRIFT) * mean / _LONGEST_MEMORY
+            self.seconds_J[index] = mean * (1 + change / num_measured_J[index])
+            if self.num_large == _LARGE_CHANGES:  # contexts or load have changed, which adds as much to every choice
+                self.seconds_J += min(seconds - mean, 0)
+                self.seconds_J[index] = seconds
+                num_measured_J[:] = self.num_large = 0
+        is_other_J = np.arange(len(self.seconds_J)) != index
+        self.seconds_J[is_other_J] *= 1 - _DOUBT
+        num_measured_J[is_other_J] *= 1 - _FORGET_STEPS
+        self.seconds_J = np.maximum(self.seconds_J, self.seconds_J[index] / 100)
 
 
 class StepTimes:
@@ -171,7 +224,7 @@ class StepTimes:
         """
         size = self._at(num_rows)
         choices = [num for num in self._choices if limit is None or num <= limit]
-        speeds = tokens_J[choices] / size.seconds_J[: len(choices)]
+        speeds = tokens_J[choices] / size.estimate_seconds(self._sizes.values())[: len(choices)]
         best = int(speeds.argmax())
         if not 0 <= size.chosen < len(choices) or speeds[best] > _WORTH_A_CHANGE * speeds[size.chosen]:
             size.chosen = best
@@ -185,28 +238,7 @@ class StepTimes:
             num_drafts: Number of drafts per row that were chosen for the step to verify.
             seconds: Time since the previous step ended.
         """
-        size, index = self._at(num_rows), self._choices.index(num_drafts)
-        size.num_measured = size.num_measured + 1 if index == size.measured else 1
-        size.measured = index
-        expected = size.seconds_J[index]
-        change = min(seconds, _LARGEST_CHANGE * expected) - expected
-        if size.num_measured == 1:
-            size.first = seconds
-        elif size.num_measured == 2 and min(size.first, seconds) > _STALE * expected:
-            size.is_known_J[index] = False
-        if not size.is_known_J[index]:
-            if size.num_measured > 1:
-                seconds = min(size.first, seconds)  # either one may include a pause
-                if not size.is_known_J.any():
-                    size.seconds_J = size.seconds_J * min(seconds / expected, 1)
-                size.seconds_J[index], size.is_known_J[index] = seconds, True
-        elif size.num_measured <= _OWN_STEPS:
-            size.seconds_J[index] += _OWN_SMOOTHING * change
-        else:
-            size.seconds_J += _SMOOTHING * change
-        shortened_J = size.seconds_J * (1 - _DOUBT)
-        shortened_J[index] = size.seconds_J[index]
-        size.seconds_J = np.maximum(shortened_J, size.seconds_J[index] / 100)
+        self._at(num_rows).observe(self._choices.index(num_drafts), seconds)
 
     def fit(self, num_rows: int) -> int:
         """Return the batch size to which a step with `num_rows` rows is padded."""
@@ -216,5 +248,5 @@ class StepTimes:
         bucket = self.fit(num_rows)
         if bucket not in self._sizes:
             warmed = self._warmed.get(bucket, [_UNKNOWN] * len(self._choices))
-            self._sizes[bucket] = _Size(np.array(warmed, dtype=float))
+            self._sizes[bucket] = _Size(bucket, np.array(warmed, dtype=float))
         return self._sizes[bucket]

@@ -229,10 +229,7 @@ class _Speculating(Scheduler):
         sampling = self._sampling_requests(scheduled)
         if not (sampling and scheduled.num_spec_tokens_to_schedule):
             return
-        max_drafts = {
-            req_id: get_requested_drafts(self.requests[req_id].sampling_params, self.num_spec_tokens)
-            for req_id in sampling
-        }
+        max_drafts = {req_id: self._count_useful_drafts(self.requests[req_id]) for req_id in sampling}
         num_tokens = acceptance.expect_tokens(max_drafts)
         self._num_chosen = step_times.choose(len(sampling), num_tokens, limit=scheduled.num_spec_tokens_to_schedule)
         self._limit_drafts(scheduled, self._num_chosen, NoDraftReason.GOODPUT)
@@ -245,6 +242,14 @@ class _Speculating(Scheduler):
     def _sampling_requests(self, scheduled: SchedulerOutput) -> list[str]:
         """Return the requests that sample in this step. Only these requests can use drafts."""
         return [req_id for req_id in scheduled.num_scheduled_tokens if not self.requests[req_id].is_prefill_chunk]
+
+    def _count_useful_drafts(self, request: Request) -> int:
+        """Return the maximum number of drafts after this step that the request wants and its length allows.
+
+        This step and the verification of the drafts each produce a token themselves.
+        """
+        requested = get_requested_drafts(request.sampling_params, self.num_spec_tokens)
+        return max(0, min(requested, request.max_tokens - request.num_output_tokens - 2))
 
     def _limit_drafts(self, scheduled: SpecSchedulerOutput, max_drafts: int, reason: str) -> None:
         """Limit the number of drafts per row after the step. If `max_drafts` is 0, `reason` says why."""
@@ -308,12 +313,12 @@ class _Speculating(Scheduler):
         """Measure the time since the previous step. Return whether both steps had the same shape."""
         now = time.perf_counter()
         (before, last), self._last = self._last, (now, done)
-        if done is None or last is None or not (done.only_decodes and last.only_decodes):
-            return False  # a step with prompts is not comparable, nor is the next step: the engine may have waited
-        steady = done == last and done.num_verified == done.num_drafts
-        if steady:
+        if done is None or last is None or done.num_verified != done.num_drafts:
+            return False
+        # Steps with prompts are not comparable. With short requests, most of the other steps follow one.
+        if done.only_decodes and done.batch_size == last.batch_size:
             step_times.observe(done.batch_size, done.num_verified, now - before)
-        return steady
+        return done.only_decodes and done == last
 
     def _observe_acceptance(
         self, acceptance: Acceptance, num_chosen: int, output: SpeculativeOutput, *, steady: bool

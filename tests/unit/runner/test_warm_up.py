@@ -113,14 +113,19 @@ def test_warm_up_times_buckets_of_more_rows_than_may_run(
     assert not runner.recorder.unexpected
 
 
-def test_decodes_without_graphs_count_as_much_as_those_of_fewer_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_of_decode_without_graph_is_extrapolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = SmallEngine(Variant("draft_model", adaptive=True), tmp_path).runner
-    monkeypatch.setattr(warmup, "_time_step", lambda runner, rows, num_drafts: rows * (1 + num_drafts))
+    measured: list[tuple[int, int]] = []
+
+    def measure(runner: Any, rows: int, num_drafts: int) -> float:
+        measured.append((rows, num_drafts))
+        return 5 + rows * (1 + num_drafts)
+
+    monkeypatch.setattr(warmup, "_time_step", measure)
     sizes, widths = runner.shapes.decode_rows, runner.speculation.widths
     limit = 6
     for rows, row in warmup._time_steps(runner, widths, limit).items():
         for num_drafts, seconds in zip((0, *widths), row, strict=True):
-            timed = [size * (1 + num_drafts) for size in sizes if size <= rows]
-            assert seconds == max([timed[0], *(size for size in timed if size <= limit)])
+            can_extrapolate = sizes[1] * (1 + num_drafts) <= limit
+            assert seconds == 5 + (rows if can_extrapolate else sizes[0]) * (1 + num_drafts)
+    assert all(rows == sizes[0] or rows * (1 + num_drafts) <= limit for rows, num_drafts in measured)

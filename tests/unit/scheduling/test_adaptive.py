@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import Request
 
-from tests.support.schedulers import NUM_DRAFTS, PROMPT, Chooses, scheduler_of
+from tests.support.schedulers import NUM_DRAFTS, PROMPT, Chooses, answer, scheduler_of
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.outputs import CountedOutput
 from vllm_gaudi_spec.records import WorkerCounts
@@ -138,6 +138,32 @@ def test_noise_of_running_choices_does_not_slow_the_others() -> None:
     assert times.choose(1, np.array([1.2, 1.0, 1.0])) == 0
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_bursts_do_not_hide_that_drafts_are_slow(seed: int) -> None:
+    """A quarter of the steps take much longer, as on a busy CPU."""
+    times, rng = StepTimes([16], [0, 1, 2]), random.Random(seed)
+    costs, tokens_J = {0: 1.0, 1: 1.9, 2: 2.6}, np.array([1.0, 1.6, 2.0])
+    times.start_from({16: [0.9, 1.4, 2.1]})
+    chosen = []
+    for _ in range(300):
+        chosen.append(times.choose(16, tokens_J))
+        burst = rng.uniform(1.3, 2) if rng.random() < 0.25 else rng.gauss(1, 0.05)
+        times.observe(16, chosen[-1], costs[chosen[-1]] * burst)
+    assert chosen[50:].count(0) > 230
+
+
+def test_size_without_steps_learns_from_the_nearest_size() -> None:
+    sizes, tokens_J = [1, 8, 16, 32], np.array([1.0, 1.6])
+    times = StepTimes(sizes, [0, 1])
+    times.start_from({size: [1.0, 1.4] for size in sizes})
+    for size, seconds in ((1, 1.4), (32, 2.0)):
+        for _ in range(40):
+            times.observe(size, 0, 1.0)
+            times.observe(size, 1, seconds)
+    assert [times.choose(size, tokens_J) for size in sizes] == [1, 1, 1, 0]
+    assert times.choose(24, tokens_J) == 0
+
+
 def test_choice_that_a_limit_excluded_for_long_does_not_slow_the_others() -> None:
     times, tokens_J = StepTimes([1], [0, 1, 3]), np.array([0.0, 1.5, 1.6, 1.7])
     times.start_from({1: [1.0, 1.2, 1.6]})
@@ -243,6 +269,27 @@ def test_acceptance_changes_the_choice(kind: Kind, accepted: int, chosen: int, t
     for _ in range(200):
         for name in "ab":
             scheduler._acceptance.observe(name, NUM_DRAFTS, accepted)
+    assert scheduler.schedule().num_spec_tokens_to_schedule == chosen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decode_after_a_prompt_is_measured(kind: Kind, tmp_path: Path) -> None:
+    """With short requests, hardly any decode follows another one."""
+    scheduler = adaptive(kind, tmp_path, 0)
+    num_observed = []
+    for _ in range(3):
+        scheduled = scheduler.schedule()
+        scheduler.update_from_output(scheduled, answer({"a": [1], "b": [1]}, {"a": 0, "b": 0}))
+        num_observed.append(len(scheduler._step_times.observed))
+    assert num_observed == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("max_tokens", "chosen"), [(2, 0), (3, 1), (20, NUM_DRAFTS)])
+def test_no_more_drafts_than_the_request_can_use(max_tokens: int, chosen: int, tmp_path: Path) -> None:
+    scheduler: Any = scheduler_of(SpecScheduler, tmp_path, speculative=dict(enable_adaptive_verification=True))
+    scheduler.add_request(Request("a", PROMPT, SamplingParams(max_tokens=max_tokens), None))
+    scheduler._step_times.start_from({1: [1.0, 1.1, 1.2, 1.3]})
+    scheduler._acceptance.expect_tokens = lambda max_drafts: np.minimum(np.arange(NUM_DRAFTS + 1), max_drafts["a"]) + 1
     assert scheduler.schedule().num_spec_tokens_to_schedule == chosen
 
 
