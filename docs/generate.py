@@ -573,8 +573,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu_adaptive": lambda: pick(
         [
             {**row, "ratio": "{:.2f} [{:.2f}, {:.2f}]".format(*row["adaptive / best"])}
-            for place in (0, 1)
-            for row in rows_of("adaptive_h200", place)
+            for row in rows_of("adaptive_h200", 0)
         ],
         {
             "drafter": "drafter",
