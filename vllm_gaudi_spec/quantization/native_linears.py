@@ -25,6 +25,8 @@ from vllm_gaudi_spec.upstream.layers import (
 _SMALLEST = 1e-8
 _NOT_LOADED = torch.finfo(torch.float32).min  # vLLM's initial scale value
 _IN_WORD = 8
+_ROWS_AT_ONCE = 4096
+"""Number of rows quantized together, which limits the float32 copies of a large matrix in host memory."""
 
 
 class Fp8Linear(LinearMethodBase):
@@ -67,10 +69,14 @@ class Fp8Linear(LinearMethodBase):
 
     def quantize(self, weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize a float weight on the host, where nothing is compiled, and return the weight and its scales."""
-        weight_NK = weight_NK.cpu().float()
-        scale_N1 = weight_NK.abs().amax(1, keepdim=True) / self._largest + _SMALLEST
-        weight_KN = to_e4m3(weight_NK / scale_N1, self._largest).t().contiguous()
-        return self._arithmetic.keep(weight_KN), scale_N1.squeeze(1)
+        parts_NK: list[torch.Tensor] = []
+        scales_N1: list[torch.Tensor] = []
+        for part_NK in weight_NK.split(_ROWS_AT_ONCE):
+            part_NK = part_NK.cpu().float()
+            scales_N1.append(part_NK.abs().amax(1, keepdim=True) / self._largest + _SMALLEST)
+            parts_NK.append(to_e4m3(part_NK / scales_N1[-1], self._largest))
+        weight_KN = torch.cat(parts_NK).t().contiguous()
+        return self._arithmetic.keep(weight_KN), torch.cat(scales_N1).squeeze(1)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows_TK = x.reshape(-1, x.shape[-1])

@@ -15,6 +15,7 @@ from vllm_gaudi_spec.config import E4M3_MAX, UnsupportedConfigError
 from vllm_gaudi_spec.devices.cuda.fp8 import CudaArithmetic
 from vllm_gaudi_spec.drafting.head import HeadProposer
 from vllm_gaudi_spec.drafting.vocabulary import SameVocabulary
+from vllm_gaudi_spec.quantization import native_linears
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic
 from vllm_gaudi_spec.quantization.output_matrices import quantize_output_matrices
 from vllm_gaudi_spec.records import Hidden
@@ -126,6 +127,16 @@ def test_logits_of_a_gpu_stay_in_float32(dtype: torch.dtype) -> None:
     one = torch.ones(16, 1)
     x = one.expand(16, 16).to(torch.float8_e4m3fn)
     assert CudaArithmetic(448).multiply(x, x.t(), one, one.t(), dtype).dtype is torch.float32
+
+
+def test_slices_of_rows_give_the_same_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = make(ParallelLMHead, VOCAB, SIZE)
+    whole, sliced = Model(matrix), Model(matrix)
+    quantized(whole)
+    monkeypatch.setattr(native_linears, "_ROWS_AT_ONCE", 7)
+    quantized(sliced)
+    for one, other in zip(whole.fp8_output_matrices.parameters(), sliced.fp8_output_matrices.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_ranks_quantize_their_own_rows() -> None:
