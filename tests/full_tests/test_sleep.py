@@ -184,7 +184,7 @@ def test_stale_drafter_stops_drafting(tmp_path: Path, monkeypatch: pytest.Monkey
     other = tiny_models.save(tiny_models.looping_llama, tmp_path / "new", seed=5)
 
     def at(times: Any, num_rows: int) -> Any:
-        return adaptive._Size(np.array([1.0, 1.2, 1.3, 1.4])[: len(times._choices)])
+        return adaptive._Size(num_rows, np.array([1.0, 1.2, 1.3, 1.4])[: len(times._choices)])
 
     # Fix the times of steps, so that other load on the machine does not matter.
     monkeypatch.setattr(adaptive.StepTimes, "_at", at)

@@ -152,23 +152,19 @@ def _time_steps(runner: ModelRunner, widths: tuple[int, ...], max_tokens: int) -
         turns = [[_time_step(runner, rows, num) for num in timed] for _ in range(_TIMED_ROUNDS)]
         for num, *seconds in zip(timed, *turns, strict=True):
             measured[num][rows] = min(seconds)
-    times = {rows: [_extrapolate(measured[num], rows) for num in numbers] for rows in sizes}
+    largest = {num: max(measured[num]) for num in numbers}
+    # Decodes without drafts have the widest range of rows. Differences between a few rows would be mostly noise.
+    slope = (measured[0][largest[0]] - measured[0][sizes[0]]) / max(largest[0] - sizes[0], 1)
+
+    def extrapolate(rows: int, num: int) -> float:
+        return measured[num][largest[num]] + max(slope, 0.0) * (1 + num) * (rows - largest[num])
+
+    times = {
+        rows: [measured[num][rows] if rows in measured[num] else extrapolate(rows, num) for num in numbers]
+        for rows in sizes
+    }
     logger.debug("Seconds per decode by number of rows, for %s drafts per row: %s.", numbers, times)
     return times
-
-
-def _extrapolate(seconds: dict[int, float], rows: int) -> float:
-    """Return the seconds for `rows` rows, given the measured seconds of fewer rows.
-
-    Args:
-        seconds: Maps numbers of rows, in ascending order, to seconds.
-        rows: Number of rows, either in `seconds` or larger.
-    """
-    if rows in seconds:
-        return seconds[rows]
-    first, last = min(seconds), max(seconds)
-    slope = max(seconds[last] - seconds[first], 0.0) / max(last - first, 1)
-    return seconds[first] + slope * (rows - first)
 
 
 def _time_step(runner: ModelRunner, rows: int, num_drafts: int) -> float:

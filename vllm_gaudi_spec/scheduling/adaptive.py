@@ -1,8 +1,8 @@
 """Adaptive verification, which chooses the number of drafts per row that maximizes the expected tokens per second.
 
 All rows of a step share one shape, so the number of drafts per row determines the batch's token budget. The choice
-depends on measured times and on the acceptance of earlier drafts, but never on drafts that await verification or on the
-random noise that will verify them. Therefore, every acceptance rule stays exact.
+depends on measured times, on the acceptance of earlier drafts and on the requests' lengths, but never on drafts that
+await verification or on the random noise that will verify them. Therefore, every acceptance rule stays exact.
 """
 
 from __future__ import annotations
@@ -93,23 +93,25 @@ class Acceptance:
 
 _LONGEST_MEMORY = 32
 """Maximum number of steps that a choice's running mean covers."""
-_LARGEST_CHANGE = 0.5
-"""Maximum relative difference between a step's time and the mean. A longer step is assumed to include a pause."""
+_LARGEST_CHANGE = 1.5
+"""Maximum ratio by which a step may exceed the mean or fall below it. A longer step probably includes a pause."""
 _LARGE_CHANGES = 4
-"""Number of consecutive steps beyond that limit after which all choices are measured again."""
+"""Number of consecutive steps beyond `_LARGEST_CHANGE` after which all choices are measured again."""
 _LARGEST_DRIFT = 0.1
-"""Maximum relative difference that is also applied to other choices. Noise must not make them look slow."""
+"""Maximum relative change that is also applied to other choices. Noise must not make them look slow."""
 _OPTIMISM = 0.5
-"""Number of standard errors subtracted from each mean, so that choices measured only a few times run again."""
+"""Number of standard errors subtracted from each mean, so that a choice is not ruled out by a few slow steps."""
 _FIRST_VARIANCE = 0.04
 """Assumed relative variance of step times before any are measured."""
 _VARIANCE_SMOOTHING = 1 / 16
 """Weight of each step in the running variance."""
-_DOUBT = 1 / 4096
-"""Fraction by which each step shortens the estimates for all other choices, so that each of them is eventually tried
-again. The machine may have been busy when a choice was measured."""
+_DOUBT = 1 / 3072
+"""Fraction by which each step shortens the estimate for another choice that was measured once, so that it is eventually
+tried again. The machine may have been busy when it was measured. For n measured steps, the fraction is 1/n of this."""
 _FORGET_STEPS = 1 / 1024
 """Fraction by which each step reduces the number of steps that the other choices' means cover."""
+_OUT_OF_DATE = 0.5
+"""Number of steps that a mean covers when the choice must be measured again."""
 _WORTH_A_CHANGE = 1.02
 """Minimum speedup for which the choice changes."""
 _UNKNOWN = 1e-6
@@ -127,14 +129,19 @@ class _Size:
     """Index of the latest choice."""
     variance: float = _FIRST_VARIANCE
     """Relative variance of step times."""
+    measured: int = -1
+    """Index of the choice that was measured last."""
+    num_in_a_row: int = 0
+    """Number of consecutive measured steps of this choice."""
     num_large: int = 0
-    """Number of consecutive steps whose difference from the mean was limited."""
+    """Number of consecutive steps whose change of the mean was limited."""
     seconds_J: np.ndarray = field(init=False)
     """Mean seconds per step, initially as measured in warm-up."""
     first_J: np.ndarray = field(init=False)
     """Seconds of a choice's first step, until its second step, or 0."""
     num_measured_J: np.ndarray = field(init=False)
-    """Number of steps that each mean covers. If it is less than 1, the next two steps replace the mean."""
+    """Number of steps that each mean covers. Below 1, the mean is out of date, and the faster of the choice's next two
+    steps replaces it. If it is 0, the choice was never measured."""
 
     def __post_init__(self) -> None:
         self.seconds_J = self.warmed_J.copy()
@@ -143,46 +150,56 @@ class _Size:
     def estimate_seconds(self, others: Collection[_Size]) -> np.ndarray:
         """Return optimistic estimates of the seconds per step for each choice.
 
-        A choice that no step of this size has measured is assumed to differ from warm-up as much as at the nearest
-        size that measured it.
+        A choice that was never measured at this size is assumed to be slower or faster than in warm-up by the same
+        factor as at the nearest size that measured it.
         """
         errors_J = np.sqrt(self.variance / np.maximum(self.num_measured_J, 1))
         estimates_J = self.seconds_J * (1 - _OPTIMISM * errors_J)
         for index in np.flatnonzero(self.num_measured_J == 0):
-            measured = [other for other in others if other.num_measured_J[index] >= 1]
+            measured = [other for other in others if other.num_measured_J[index]]
             if measured:
-                nearest = min(measured, key=lambda other: abs(other.rows - self.rows))
-                estimates_J[index] *= nearest.seconds_J[index] / nearest.warmed_J[index]
+                nearest = min(measured, key=lambda other: max(other.rows / self.rows, self.rows / other.rows))
+                factor = nearest.seconds_J[index] / nearest.warmed_J[index]
+                estimates_J[index] = factor * min(estimates_J[index], self.warmed_J[index])
         return estimates_J
 
     def observe(self, index: int, seconds: float) -> None:
         """Update the means after a step of the choice at `index`."""
-        mean, num_measured_J = self.seconds_J[index], self.num_measured_J
-        if num_measured_J[index] < 1:
-            first, self.first_J[index] = self.first_J[index], seconds
-            if not first:
-                return
-            seconds, self.first_J[index] = min(first, seconds), 0  # either one may include a pause
-            if not num_measured_J.any():
-                self.seconds_J = self.seconds_J * min(seconds / mean, 1)
-            self.seconds_J[index], num_measured_J[index] = seconds, 1
+        self.num_in_a_row = self.num_in_a_row + 1 if index == self.measured else 1
+        self.measured = index
+        if self.num_measured_J[index] >= 1:
+            self._average(index, seconds)
+        elif not self.first_J[index]:
+            self.first_J[index] = seconds
         else:
-            difference = seconds / mean - 1
-            change = np.clip(difference, -_LARGEST_CHANGE, _LARGEST_CHANGE)
-            self.num_large = 0 if change == difference else self.num_large + 1
-            self.variance += _VARIANCE_SMOOTHING * (change**2 - self.variance)
-            num_measured_J[index] = min(num_measured_J[index] + 1, _LONGEST_MEMORY)
-            if num_measured_J[index] == _LONGEST_MEMORY:
-                self.seconds_J += np.clip(change, -_LARGEST_DRIFT, _LARGEST_DRIFT) * mean / _LONGEST_MEMORY
-            self.seconds_J[index] = mean * (1 + change / num_measured_J[index])
-            if self.num_large == _LARGE_CHANGES:  # contexts or load have changed, which adds as much to every choice
-                self.seconds_J += min(seconds - mean, 0)
-                self.seconds_J[index] = seconds
-                num_measured_J[:] = self.num_large = 0
+            self._replace(index, min(self.first_J[index], seconds))  # either one may include a pause
         is_other_J = np.arange(len(self.seconds_J)) != index
-        self.seconds_J[is_other_J] *= 1 - _DOUBT
-        num_measured_J[is_other_J] *= 1 - _FORGET_STEPS
+        self.seconds_J[is_other_J] *= 1 - _DOUBT / np.maximum(self.num_measured_J[is_other_J], 1)
+        self.num_measured_J[is_other_J] *= 1 - _FORGET_STEPS
         self.seconds_J = np.maximum(self.seconds_J, self.seconds_J[index] / 100)
+
+    def _replace(self, index: int, seconds: float) -> None:
+        if not self.num_measured_J.any():
+            self.seconds_J *= min(seconds / self.seconds_J[index], 1)
+        self.seconds_J[index], self.num_measured_J[index], self.first_J[index] = seconds, 1, 0
+
+    def _average(self, index: int, seconds: float) -> None:
+        mean, num_measured_J = self.seconds_J[index], self.num_measured_J
+        ratio = seconds / mean
+        change = min(max(ratio, 1 / _LARGEST_CHANGE), _LARGEST_CHANGE) - 1
+        self.num_large = self.num_large + 1 if change != ratio - 1 else 0
+        if self.num_large == _LARGE_CHANGES:
+            # Contexts or load have changed. A decrease applies to all choices, so that none of them looks slow.
+            self.seconds_J += min(seconds - mean, 0)
+            self.num_large = 0
+            self.first_J[:] = 0
+            np.minimum(num_measured_J, _OUT_OF_DATE, out=num_measured_J)
+            return
+        self.variance += _VARIANCE_SMOOTHING * (change**2 - self.variance)
+        num_measured_J[index] = min(num_measured_J[index] + 1, _LONGEST_MEMORY)
+        if self.num_in_a_row > _LONGEST_MEMORY:  # earlier changes may correct the mean
+            self.seconds_J += min(max(change, -_LARGEST_DRIFT), _LARGEST_DRIFT) * mean / _LONGEST_MEMORY
+        self.seconds_J[index] = mean * (1 + change / num_measured_J[index])
 
 
 class StepTimes:
@@ -190,7 +207,8 @@ class StepTimes:
 
     Warm-up measures these times with short contexts and without waiting for the host, so most of them are too short. An
     estimate that is too short is corrected as soon as its choice runs, and the other choices' estimates shrink with
-    every step. Later changes in one choice's time are applied to all choices, because contexts or load have changed.
+    every step. Once a choice has run for long, small changes in its time are applied to all choices, because they come
+    from contexts or load. After several large changes in a row, all choices are measured again.
     """
 
     def __init__(self, sizes: Sequence[int], choices: Sequence[int]) -> None:
@@ -231,7 +249,7 @@ class StepTimes:
         return choices[size.chosen]
 
     def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """Record a decode step. The previous and next steps must have the same size and number of drafts.
+        """Record a decode step. The previous step must have had the same size and the same numbers of drafts.
 
         Args:
             num_rows: Number of rows in the step.

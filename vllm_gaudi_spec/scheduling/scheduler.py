@@ -246,7 +246,8 @@ class _Speculating(Scheduler):
     def _count_useful_drafts(self, request: Request) -> int:
         """Return the maximum number of drafts after this step that the request wants and its length allows.
 
-        This step and the verification of the drafts each produce a token themselves.
+        Two tokens are subtracted: the one that this step produces, and the one that the next step produces besides
+        accepted drafts. The bound ignores the tokens of a step that is still in flight.
         """
         requested = get_requested_drafts(request.sampling_params, self.num_spec_tokens)
         return max(0, min(requested, request.max_tokens - request.num_output_tokens - 2))
@@ -315,8 +316,9 @@ class _Speculating(Scheduler):
         (before, last), self._last = self._last, (now, done)
         if done is None or last is None or done.num_verified != done.num_drafts:
             return False
-        # Steps with prompts are not comparable. With short requests, most of the other steps follow one.
-        if done.only_decodes and done.batch_size == last.batch_size:
+        # With short requests, hardly any decode follows another one, so it may also follow a step with prompts. Then
+        # its time may include that the drafter reads the prompts, which drafting costs as well.
+        if done.only_decodes and done == last._replace(only_decodes=True):
             step_times.observe(done.batch_size, done.num_verified, now - before)
         return done.only_decodes and done == last
 
