@@ -182,6 +182,21 @@ def test_noise_does_not_hide_the_best_choice(
     assert sum(found) / len(found) > lowest
 
 
+def test_pause_does_not_replace_the_time_of_the_choice_that_it_hit() -> None:
+    """Four long steps in a row end the trust in all means, but the old ones stay until steps replace them."""
+    times, tokens_J, costs = StepTimes([1], [0, 1]), np.array([1.0, 1.6]), [1.0, 1.25]
+    times.start_from({1: costs})
+    for num_drafts in (0, 1):
+        for _ in range(40):
+            times.observe(1, num_drafts, costs[num_drafts])
+    for _ in range(4):
+        times.observe(1, 1, 2.5)
+    assert times.choose(1, tokens_J) == 1
+    for _ in range(2):
+        times.observe(1, 1, 2.5)
+    assert times.choose(1, tokens_J) == 0, "they were no pause"
+
+
 def test_size_without_steps_learns_from_the_nearest_size() -> None:
     """The nearest size is the one with the smallest ratio of rows, not the smallest difference."""
     sizes, tokens_J = [1, 8, 16, 32], np.array([1.0, 1.6])
