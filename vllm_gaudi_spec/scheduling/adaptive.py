@@ -96,7 +96,7 @@ _LONGEST_MEMORY = 32
 _LARGEST_CHANGE = 1.5
 """Maximum ratio by which a step may exceed the mean or fall below it. A longer step probably includes a pause."""
 _LARGE_CHANGES = 4
-"""Number of consecutive steps beyond `_LARGEST_CHANGE` after which all choices are measured again."""
+"""Number of consecutive steps that exceed `_LARGEST_CHANGE` before all choices are measured again."""
 _LARGEST_DRIFT = 0.1
 """Maximum relative change that is also applied to other choices. Noise must not make them look slow."""
 _OPTIMISM = 0.5
@@ -106,8 +106,8 @@ _FIRST_VARIANCE = 0.04
 _VARIANCE_SMOOTHING = 1 / 16
 """Weight of each step in the running variance."""
 _DOUBT = 1 / 3072
-"""Fraction by which each step shortens the estimate for another choice that was measured once, so that it is eventually
-tried again. The machine may have been busy when it was measured. For n measured steps, the fraction is 1/n of this."""
+"""Fraction by which each step shortens the estimates for the other choices, divided by the number of steps that their
+means cover. Each choice is eventually tried again, because the machine may have been busy when it was measured."""
 _FORGET_STEPS = 1 / 1024
 """Fraction by which each step reduces the number of steps that the other choices' means cover."""
 _OUT_OF_DATE = 0.5
@@ -134,7 +134,7 @@ class _Size:
     num_in_a_row: int = 0
     """Number of consecutive measured steps of this choice."""
     num_large: int = 0
-    """Number of consecutive steps whose change of the mean was limited."""
+    """Number of consecutive steps that exceeded `_LARGEST_CHANGE`."""
     seconds_J: np.ndarray = field(init=False)
     """Mean seconds per step, initially as measured in warm-up."""
     first_J: np.ndarray = field(init=False)
@@ -197,7 +197,7 @@ class _Size:
             return
         self.variance += _VARIANCE_SMOOTHING * (change**2 - self.variance)
         num_measured_J[index] = min(num_measured_J[index] + 1, _LONGEST_MEMORY)
-        if self.num_in_a_row > _LONGEST_MEMORY:  # earlier changes may correct the mean
+        if self.num_in_a_row > _LONGEST_MEMORY:  # before that, a change may only correct the mean
             self.seconds_J += min(max(change, -_LARGEST_DRIFT), _LARGEST_DRIFT) * mean / _LONGEST_MEMORY
         self.seconds_J[index] = mean * (1 + change / num_measured_J[index])
 

@@ -314,13 +314,13 @@ class _Speculating(Scheduler):
         """Measure the time since the previous step. Return whether both steps had the same shape."""
         now = time.perf_counter()
         (before, last), self._last = self._last, (now, done)
-        if done is None or last is None or done.num_verified != done.num_drafts:
+        if done is None or last is None or not done.only_decodes or done.num_verified != done.num_drafts:
             return False
-        # With short requests, hardly any decode follows another one, so it may also follow a step with prompts. Then
-        # its time may include that the drafter reads the prompts, which drafting costs as well.
-        if done.only_decodes and done == last._replace(only_decodes=True):
+        # The previous step may have had prompts, because hardly any decode follows another one if requests are short.
+        # The measured time may then include that the drafter reads the prompts, which is a cost of drafting as well.
+        if done == last._replace(only_decodes=True):
             step_times.observe(done.batch_size, done.num_verified, now - before)
-        return done.only_decodes and done == last
+        return done == last
 
     def _observe_acceptance(
         self, acceptance: Acceptance, num_chosen: int, output: SpeculativeOutput, *, steady: bool

@@ -147,8 +147,7 @@ def run_noisy(
     num_tokens = total = 0.0
     for step in range(num_steps):
         chosen = times.choose(16, np.array(tokens))
-        factor = noise(rng, step)
-        times.observe(16, chosen, costs[chosen] * factor)
+        times.observe(16, chosen, costs[chosen] * noise(rng, step))
         num_tokens, total = num_tokens + tokens[chosen], total + costs[chosen]
     return num_tokens / total / max(count / seconds for count, seconds in zip(tokens, costs, strict=True))
 
@@ -328,7 +327,7 @@ def test_acceptance_changes_the_choice(kind: Kind, accepted: int, chosen: int, t
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_decode_after_a_prompt_is_measured(kind: Kind, tmp_path: Path) -> None:
-    """With short requests, hardly any decode follows another one."""
+    """Hardly any decode follows another one if requests are short."""
     scheduler = adaptive(kind, tmp_path, 0)
     num_observed = []
     for _ in range(3):
