@@ -74,8 +74,8 @@ class DeviceTraits:
     each chunk in a single row."""
     decode_step: int = 0
     """The minimum step between decode batch sizes, or 0 to use only powers of two."""
-    decode_parts: int = 4
-    """The maximum number of steps between consecutive powers of two."""
+    times_decode_sizes: bool = False
+    """Whether warm-up drops default decode batch sizes that take longer than larger ones."""
     prefill_step: int = 0
     """The minimum step between prefill buckets, or 0 to use only powers of two. Devices set it if padding costs more
     than additional shapes."""

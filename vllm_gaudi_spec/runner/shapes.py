@@ -112,8 +112,7 @@ class Shapes:
         traits = backend.traits
         alignment = traits.smallest_prefill
         prefill = options.prefill_buckets or divided_powers(alignment, longest_chunk, traits.prefill_step)
-        steps = traits.decode_step, traits.decode_parts
-        decode = options.batch_buckets or divided_powers(1, scheduler.max_num_seqs, *steps)
+        decode = options.batch_buckets or divided_powers(1, scheduler.max_num_seqs, traits.decode_step, 8)
         powers_of_two = divided_powers(1, scheduler.max_num_seqs, 0)
         refuse_waste("batch_buckets", decode, scheduler.max_num_seqs, "--max-num-seqs")
         refuse_waste("prefill_buckets", prefill, longest_chunk, "--max-num-batched-tokens")

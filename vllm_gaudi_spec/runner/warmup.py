@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,7 @@ from tqdm import tqdm
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec import environment
+from vllm_gaudi_spec.config import ranks_in_step
 from vllm_gaudi_spec.graphs import PROMPT_CHUNKS, Job, drafts_signature, report_signature, report_sizes
 from vllm_gaudi_spec.records import DECODE, Planned, Shape
 from vllm_gaudi_spec.runner.buckets import expected_padding
@@ -19,7 +22,7 @@ from vllm_gaudi_spec.runner.planning import make_sample_batch
 from vllm_gaudi_spec.sampling.branches import Branch
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
 
     from vllm_gaudi_spec.records import SampleShape
     from vllm_gaudi_spec.runner.model_runner import ModelRunner
@@ -28,6 +31,8 @@ logger = init_logger(__name__)
 
 _TIMED_STEPS, _TIMED_ROUNDS = 3, 3
 """Number of decodes averaged per measurement, and number of measurements, the fastest of which is used."""
+_MAX_SLOWDOWN = 1.03
+"""Ratio of a decode's time to that of a larger one above which its size is dropped. Measurements vary by less."""
 
 
 def jobs(runner: ModelRunner) -> Iterator[Job]:
@@ -110,6 +115,8 @@ def warm_up(runner: ModelRunner) -> None:
                 loaded.check_kv_is_written()
     else:
         logger.info("Warm-up ran no decode, so it could not check that every layer writes its KV.")
+    if backend.traits.times_decode_sizes and not runner.options.batch_buckets:
+        _drop_slow_sizes(runner)
     if runner.speculation is not None and runner.speculation.is_adaptive:
         recorder.step_times = _time_steps(runner, runner.speculation.widths, max_tokens)
     _finish_warm_up(runner)
@@ -138,6 +145,40 @@ def _forward(runner: ModelRunner, shape: Shape) -> None:
     runner.compute(runner.make_batch(Planned.make_padding(shape)))
 
 
+def _drop_slow_sizes(runner: ModelRunner) -> None:
+    """Stop padding decodes to numbers of rows that take longer than a larger number.
+
+    Matmul kernels are slow at some sizes. For example, an 8B model on an H200 takes longer for 448 tokens than for 512.
+    """
+    parallel = runner.vllm_config.parallel_config
+    if parallel.world_size > 1 or ranks_in_step(runner.vllm_config) > 1:
+        return  # ranks measure different times but must choose the same shapes
+    queries, shortest, kept = runner.shapes.decode_queries[-1], math.inf, []
+    for rows in reversed(runner.shapes.decode_rows):
+        shape = runner.shapes.decode(queries, [], rows)
+        seconds = _time_runs(runner, partial(_forward, runner, shape))
+        if seconds <= _MAX_SLOWDOWN * shortest:
+            kept.append(rows)
+        shortest = min(shortest, seconds)
+    if dropped := [rows for rows in runner.shapes.decode_rows if rows not in kept]:
+        logger.info(
+            "Decodes of %s rows take longer than some with more rows, so they are padded to those.",
+            _join_sizes(tuple(dropped)),
+        )
+    runner.shapes = replace(runner.shapes, decode_rows=tuple(kept[::-1]))
+
+
+def _time_runs(runner: ModelRunner, run: Callable[[], None]) -> float:
+    """Return the seconds per run in a series of identical runs, between which the host does not wait."""
+    run()  # the first run may be slower
+    runner.backend.memory.synchronize()
+    started = time.perf_counter()
+    for _ in range(_TIMED_STEPS):
+        run()
+    runner.backend.memory.synchronize()
+    return (time.perf_counter() - started) / _TIMED_STEPS
+
+
 def _time_steps(runner: ModelRunner, widths: tuple[int, ...], max_tokens: int) -> dict[int, list[float]]:
     """Map each number of rows to the seconds that a decode on padding takes with each number of drafts per row.
 
@@ -149,7 +190,8 @@ def _time_steps(runner: ModelRunner, widths: tuple[int, ...], max_tokens: int) -
     measured: dict[int, dict[int, float]] = {num: {} for num in numbers}
     for rows in sizes:
         timed = [num for num in numbers if rows == sizes[0] or max_tokens < 0 or rows * (1 + num) <= max_tokens]
-        turns = [[_time_step(runner, rows, num) for num in timed] for _ in range(_TIMED_ROUNDS)]
+        runs = [partial(_run_step, runner, rows, num) for num in timed]
+        turns = [[_time_runs(runner, run) for run in runs] for _ in range(_TIMED_ROUNDS)]
         for num, *seconds in zip(timed, *turns, strict=True):
             measured[num][rows] = min(seconds)
     largest = {num: max(measured[num]) for num in numbers}
@@ -167,23 +209,14 @@ def _time_steps(runner: ModelRunner, widths: tuple[int, ...], max_tokens: int) -
     return times
 
 
-def _time_step(runner: ModelRunner, rows: int, num_drafts: int) -> float:
-    """Return the seconds per decode in a series of identical decodes, between which the host does not wait."""
-    shape = runner.shapes.decode(1 + num_drafts, [], rows)
+def _run_step(runner: ModelRunner, rows: int, num_drafts: int) -> None:
+    _forward(runner, runner.shapes.decode(1 + num_drafts, [], rows))
     sample_shape = runner.sample_shapes.fit(1 + num_drafts, [1 + num_drafts] * min(rows, runner.max_rows), Branch())
-    started = 0.0
-    for step in range(1 + _TIMED_STEPS):
-        if step == 1:  # the first run may be slower
-            runner.backend.memory.synchronize()
-            started = time.perf_counter()
-        _forward(runner, shape)
-        batch = make_sample_batch(runner.requests, sample_shape, [])
-        pass_drafts = runner.drafting.choose_pass_drafts(num_drafts)
-        runner.sample(batch, runner.sampling.make_pass(batch, Branch(), {}, *pass_drafts))
-        runner.drafting.propose_for_padding(rows, num_drafts)
-        runner.backend.graphs.step_done()
-    runner.backend.memory.synchronize()
-    return (time.perf_counter() - started) / _TIMED_STEPS
+    batch = make_sample_batch(runner.requests, sample_shape, [])
+    pass_drafts = runner.drafting.choose_pass_drafts(num_drafts)
+    runner.sample(batch, runner.sampling.make_pass(batch, Branch(), {}, *pass_drafts))
+    runner.drafting.propose_for_padding(rows, num_drafts)
+    runner.backend.graphs.step_done()
 
 
 def _sampling_pass(runner: ModelRunner, shape: SampleShape, branch: Branch, num_drafts: int) -> Job:

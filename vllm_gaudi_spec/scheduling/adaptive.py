@@ -230,7 +230,8 @@ class StepTimes:
             warmed: Maps a batch size to the seconds per step for each choice.
         """
         if warmed and not self._warmed:
-            self._warmed, self._sizes = warmed, {}
+            # Warm-up may have dropped sizes.
+            self._warmed, self._sizes, self._buckets = warmed, {}, sorted(warmed)
 
     def choose(self, num_rows: int, tokens_J: np.ndarray, *, limit: int | None = None) -> int:
         """Return the number of drafts that maximizes the expected number of tokens per second.

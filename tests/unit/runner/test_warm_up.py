@@ -1,5 +1,6 @@
 """Warm-up jobs make the signatures that they list, and `warmup_tokens` leaves out some of them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,14 +118,39 @@ def test_time_of_decode_without_graph_is_extrapolated(tmp_path: Path, monkeypatc
     runner = SmallEngine(Variant("draft_model", adaptive=True), tmp_path).runner
     measured: list[tuple[int, int]] = []
 
-    def measure(runner: Any, rows: int, num_drafts: int) -> float:
+    def measure(runner: Any, run: Any) -> float:
+        _, rows, num_drafts = run.args
         measured.append((rows, num_drafts))
         return 5 + rows * (1 + num_drafts)
 
-    monkeypatch.setattr(warmup, "_time_step", measure)
+    monkeypatch.setattr(warmup, "_time_runs", measure)
     sizes, widths = runner.shapes.decode_rows, runner.speculation.widths
     limit = 6
     for rows, row in warmup._time_steps(runner, widths, limit).items():
         for num_drafts, seconds in zip((0, *widths), row, strict=True):
             assert seconds == 5 + rows * (1 + num_drafts)
     assert all(rows == sizes[0] or rows * (1 + num_drafts) <= limit for rows, num_drafts in measured)
+
+
+@pytest.mark.parametrize("is_listed", [False, True], ids=["default", "user's"])
+def test_warm_up_drops_default_sizes_that_take_longer_than_larger_ones(
+    is_listed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Timed(CapturingBackend):
+        traits = replace(CapturingBackend.traits, times_decode_sizes=True)
+
+    engine = SmallEngine(Variant("draft_model", backend=Timed), tmp_path)
+    runner, sizes = engine.runner, engine.runner.shapes.decode_rows
+    if is_listed:
+        runner.options = replace(runner.options, batch_buckets=sizes)
+    seconds = {sizes[-1]: 5.0, sizes[-2]: 5.2, sizes[0]: 4.1}  # 4 and 2.5 % longer than a larger size
+    assert len(sizes) > len(seconds)
+    monkeypatch.setattr(warmup, "_time_runs", lambda runner, run: seconds.get(run.args[1].rows, 4.0))
+    with torch.inference_mode():
+        warmup.warm_up(runner)
+    assert runner.shapes.decode_rows == (sizes if is_listed else (*sizes[:-2], sizes[-1]))
+    prompt = list(range(30, 56))
+    engine.add("first", prompt, SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))
+    engine.finish()
+    assert engine.texts["first"] == greedy_text(prompt, 30)
+    assert not runner.recorder.unexpected

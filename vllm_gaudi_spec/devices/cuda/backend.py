@@ -34,9 +34,8 @@ def make_backend() -> DeviceBackend:
         block_size=64,
         exact_context_width=True,
         smallest_prefill=32,
-        decode_step=16,
-        # On an H200, a step with 448 tokens (112 rows with 3 drafts each) takes longer than one with 512.
-        decode_parts=2,
+        decode_step=8,
+        times_decode_sizes=True,
         prefill_step=128,
         prefill_rows=(1, 2, 4, 8, 16),
         slice_tokens=32,  # above the limit of `few_queries`, which reads a row's new keys only from the projection
