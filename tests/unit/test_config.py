@@ -164,6 +164,19 @@ def test_unknown_device_is_refused_by_vllm_itself() -> None:
     )
 
 
+@pytest.mark.parametrize(("device", "default"), [("cpu", False), ("hpu-emulated", None)])
+def test_servers_schedule_synchronously_by_default_on_a_cpu(device: str, default: bool | None) -> None:
+    code = f"""
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+found = [parser.parse_args(words).async_scheduling for words in ([], ["--async-scheduling"])]
+assert found == [{default}, True], found
+"""
+    result = run_code(code, env=os.environ | {"VGS_DEVICE": device})
+    assert result.returncode == 0, result.stderr
+
+
 def test_start_method_is_chosen_for_each_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
     monkeypatch.delenv("VGS_START_METHOD_CHOSEN_BY", raising=False)
