@@ -182,7 +182,7 @@ class Worker(WorkerBase):
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         assert isinstance(scheduler_output, SpecSchedulerOutput)  # the platform sets the scheduler
-        self.model_runner.residence.check_weights()
+        self.model_runner.residence.check_step(scheduler_output)
         if self.profiler is not None:
             self.profiler.step()
         return self.model_runner.execute_model(scheduler_output)

@@ -10,6 +10,8 @@ from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm.logger import init_logger
+
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.common.arguments import find_tensors
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.model import LoadedModel
+    from vllm_gaudi_spec.upstream.scheduler import SchedulerOutput
+
+logger = init_logger(__name__)
 
 WEIGHTS, KV = "weights", "kv_cache"  # vLLM's tags
 
@@ -33,12 +38,25 @@ class Residence:
         """Maps a tag to the function that restores its memory."""
         self._incomplete: list[LoadedModel] = []
         """Models whose weights are incomplete after level 2 sleep or a failed update."""
+        self._is_new = False
+        """Whether no step has run since the latest update."""
 
-    def check_weights(self) -> None:
+    def check_step(self, scheduled: SchedulerOutput) -> None:
         if self._incomplete:
             raise UnsupportedConfigError(
                 "The weights are missing or incomplete after sleep of level 2 or a failed update; call reload_weights."
             )
+        if self._is_new and scheduled.num_scheduled_tokens:
+            self._is_new = False
+            mixed = set(scheduled.scheduled_cached_reqs.req_ids) - scheduled.scheduled_cached_reqs.resumed_req_ids
+            mixed |= {new.req_id for new in scheduled.scheduled_new_reqs if new.num_computed_tokens}
+            if mixed:
+                logger.warning(
+                    "After a weight update, %d requests read KV that the old weights computed, for example %s. Pause "
+                    "the engine before an update, so that it clears the KV cache.",
+                    len(mixed),
+                    min(mixed),
+                )
 
     def sleep(self, level: int) -> None:
         """Free KV and weights. At level 0 or 1, the host keeps a copy of the weights."""
@@ -92,6 +110,7 @@ class Residence:
             reload_weights(config, loaded.model, weights_iterator, weights_path, is_checkpoint_format)
         loaded.model_config = config.model_config
         self._backend.weights.refresh(loaded.model)
+        self._is_new = True
         self._incomplete = [other for other in self._incomplete if other is not loaded]
         if self._incomplete and not is_draft:
             self.reload(is_draft=True)  # Sleep dropped the drafter's weights as well.

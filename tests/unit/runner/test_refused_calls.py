@@ -1,5 +1,6 @@
 """A call by vLLM that workers refuse leaves the engine unchanged."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,7 +132,38 @@ def test_updates_wait_until_weights_are_awake_and_steps_until_they_are_complete(
     residence._asleep["weights"] = lambda: None
     with pytest.raises(UnsupportedConfigError, match="wake_up with the tag weights"):
         residence.reload()
-    residence.check_weights()
+    residence.check_step(step())
     residence._incomplete = [residence._target]
     with pytest.raises(UnsupportedConfigError, match="call reload_weights"):
-        residence.check_weights()
+        residence.check_step(step())
+
+
+def step(*, running: tuple[str, ...] = (), resumed: tuple[str, ...] = (), new: dict[str, int] | None = None) -> Any:
+    """Return a step with requests that run, that start again after a preemption, and new ones with cached tokens."""
+    cached = SimpleNamespace(req_ids=[*running, *resumed], resumed_req_ids=set(resumed))
+    added = [SimpleNamespace(req_id=name, num_computed_tokens=number) for name, number in (new or {}).items()]
+    tokens = dict.fromkeys([*cached.req_ids, *(new or {})], 1)
+    return SimpleNamespace(scheduled_cached_reqs=cached, scheduled_new_reqs=added, num_scheduled_tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "mixed"),
+    [
+        (step(running=("b", "a"), resumed=("c",)), "2 requests.* a"),
+        (step(new={"a": 0, "b": 32}), "1 requests.* b"),
+        (step(resumed=("a",), new={"b": 0}), None),
+    ],
+    ids=["running", "cached prefix", "read again"],
+)
+def test_requests_that_read_kv_of_old_weights_are_named_once(
+    scheduled: Any, mixed: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    residence: Any = Residence(LAZY, SimpleNamespace(), None)
+    residence.check_step(scheduled)
+    assert not caplog.messages
+    residence._is_new = True
+    residence.check_step(step())
+    residence.check_step(scheduled)
+    residence.check_step(scheduled)
+    assert len(caplog.messages) == (mixed is not None)
+    assert mixed is None or re.search(mixed, caplog.messages[0])
