@@ -306,9 +306,11 @@ PROCESSORS = dict(logits_processors=["vllm.v1.sample.logits_processor:MinPLogits
 WHOLE_PROMPTS = dict(enable_chunked_prefill=False, max_num_batched_tokens=2048)
 
 
-def connecting(names: str | tuple[str, ...], *, recomputes: bool = False, has_folder: bool = True) -> dict[str, Any]:
+def connecting(
+    names: str | tuple[str, ...], *, recomputes: bool = False, has_folder: bool = True, **extra: Any
+) -> dict[str, Any]:
     """Options that connect by this connector, or by several."""
-    folder = dict(kv_connector_extra_config={"shared_storage_path": "kv"}) if has_folder else {}
+    folder = dict(kv_connector_extra_config={"shared_storage_path": "kv"} | extra) if has_folder else {}
     config: dict[str, Any] = dict(kv_connector=names, **folder)
     if isinstance(names, tuple):
         parts = [dict(kv_connector=name, kv_role="kv_both", **folder) for name in names]
@@ -414,7 +416,10 @@ REFUSED: list[Any] = [
     (None, dict(options=connecting(("NixlConnector", "ExampleConnector")) | WHOLE_PROMPTS)),
     ("not supported on hpu; leave out --kv-transfer-config", dict(options=connecting("NixlConnector"), device="hpu")),
     ("LMCacheConnectorV1 is not supported; use", dict(options=connecting("LMCacheConnectorV1"))),
-    ("OffloadingConnector is not", dict(options=connecting(("NixlConnector", "OffloadingConnector")))),
+    ("OffloadingConnector works alone", dict(options=connecting(("NixlConnector", "OffloadingConnector")))),
+    ("with cpu_bytes_to_use", dict(options=connecting("OffloadingConnector"))),
+    (None, dict(options=connecting("OffloadingConnector", cpu_bytes_to_use=1 << 20))),
+    ("block_size", dict(options=connecting("OffloadingConnector", cpu_bytes_to_use=1 << 20, block_size=64))),
     ("use --no-enable-chunked-prefill", dict(options=connecting("ExampleConnector"))),
     ("Sleep frees the KV", dict(options=connecting("NixlConnector") | dict(enable_sleep_mode=True))),
     ("leave out --enable-lora", dict(options=connecting("ExampleConnector") | WHOLE_PROMPTS | dict(enable_lora=True))),

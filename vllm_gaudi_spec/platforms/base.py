@@ -25,7 +25,7 @@ from vllm_gaudi_spec.quantization.dequantized import choose_kernels, read_weight
 from vllm_gaudi_spec.quantization.kv_scheme import choose_kv_dtype, drop_scales_set_aside
 from vllm_gaudi_spec.recurrent.table import has_states
 from vllm_gaudi_spec.refusals import refuse_unsupported
-from vllm_gaudi_spec.refusals.features import refuse_sleep
+from vllm_gaudi_spec.refusals.features import OFFLOADING, refuse_sleep
 from vllm_gaudi_spec.refusals.models import list_models
 from vllm_gaudi_spec.refusals.requests import check_constraint_size, check_logit_edits, check_request
 from vllm_gaudi_spec.refusals.speculation import list_installed_logits_processors
@@ -100,6 +100,8 @@ class SpecPlatform(Platform):
         speculative = vllm_config.speculative_config
         if speculative is not None and speculative.method == NGRAM and load_backend().traits.captures:
             speculative.method = NGRAM_GPU  # it makes the same drafts, but the device does not wait for them
+        if (transfer := vllm_config.kv_transfer_config) is not None and transfer.kv_connector == "OffloadingConnector":
+            transfer.kv_connector_extra_config = OFFLOADING | transfer.kv_connector_extra_config
         _disable_vllm_state_caching(vllm_config)
         _require_whole_images(vllm_config)
         _warn_about_unused_options(vllm_config)

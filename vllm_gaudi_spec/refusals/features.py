@@ -76,8 +76,10 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
             yield f"additional_config.{name} is vllm-ascend's and has no effect here; leave it out{instead}."
 
 
-_CONNECTORS = ("ExampleConnector", "NixlConnector")
-"""vLLM connectors that were tested here, either alone or in a MultiConnector."""
+_CONNECTORS = ("ExampleConnector", "NixlConnector", "OffloadingConnector")
+"""vLLM connectors that were tested here, either alone or, except for the last, in a MultiConnector."""
+OFFLOADING = dict(spec_name="HostOffloadingSpec", spec_module_path="vllm_gaudi_spec.upstream.kv_offload")
+"""Options with which vLLM's `OffloadingConnector` copies KV by PyTorch instead of CUDA."""
 
 
 def _connector_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
@@ -99,6 +101,10 @@ def _connector_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iter
         yield "MultiConnector has no connectors; list them in kv_connector_extra_config of --kv-transfer-config."
     if others := sorted(names - set(_CONNECTORS)):
         yield f"KV connector {others[0]} is not supported; use {' or '.join(_CONNECTORS)} in --kv-transfer-config."
+    if "OffloadingConnector" in names:
+        options = config.kv_connector_extra_config.keys()
+        if "cpu_bytes_to_use" not in options or options & {"block_size", "blocks_per_chunk"}:
+            yield "OffloadingConnector works alone, with cpu_bytes_to_use, and without block_size and blocks_per_chunk."
     if config.kv_load_failure_policy == "recompute" and names - {"NixlConnector"}:
         # A connector that loads before a forward pass may not report a failure until the step's tokens are sampled.
         yield "kv_load_failure_policy recompute works only with NixlConnector; set it to fail in --kv-transfer-config."

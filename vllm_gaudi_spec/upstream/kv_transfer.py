@@ -9,5 +9,6 @@ from vllm.distributed.kv_transfer import (
     get_kv_transfer_group,
     has_kv_transfer_group,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.forward_context import create_forward_context, override_forward_context
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector

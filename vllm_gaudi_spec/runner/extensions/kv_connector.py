@@ -11,6 +11,7 @@ from vllm_gaudi_spec.methods import METHODS
 from vllm_gaudi_spec.runner.extensions import Extension
 from vllm_gaudi_spec.upstream.kv_transfer import (
     ActiveKVConnector,
+    OffloadingConnector,
     create_forward_context,
     get_kv_transfer_group,
     has_kv_transfer_group,
@@ -49,12 +50,14 @@ class KVConnector(Extension):
         """Return the extension, or None if the process has no connector.
 
         A draft model's KV is not transferred, because the model can read the loaded prompt itself. It can therefore be
-        used on only one side. A head cannot, because the prompt's hidden states are on the other side.
+        used on only one side. A head cannot, because the prompt's hidden states are on the other side. Offloading
+        copies all layers of a block.
         """
         if not has_kv_transfer_group():
             return None
         is_head = speculation is not None and METHODS[speculation.method].is_head
-        stay = () if drafter is None or is_head else drafter.layer_names
+        offloads = isinstance(get_kv_transfer_group(), OffloadingConnector)
+        stay = () if drafter is None or is_head or offloads else drafter.layer_names
         return cls(vllm_config, {name: cache for name, cache in kv_cache.by_layer.items() if name not in stay})
 
     def before_forwards(self, scheduled: SpecSchedulerOutput) -> None:

@@ -1,0 +1,53 @@
+"""vLLM's offloading of KV to host memory, with PyTorch's copies instead of CUDA's.
+
+Breaks if vLLM numbers blocks in another way or transfers KV at another point in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, CanonicalKVCaches, GPULoadStoreSpec
+
+
+class HostOffloadingSpec(CPUOffloadingSpec):
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        return _HostOffloadingWorker(kv_caches, self.num_chunks)
+
+
+class _HostOffloadingWorker(OffloadingWorker):
+    """Copies KV blocks to and from host memory. A copy is complete when its submission returns."""
+
+    def __init__(self, kv_caches: CanonicalKVCaches, num_blocks: int) -> None:
+        self._groups = [[layer.tensor_idx for layer in layers] for layers in kv_caches.group_data_refs]
+        self._device = [cache.tensor for cache in kv_caches.tensors]
+        self._host = [torch.zeros(num_blocks, cache.shape[1], dtype=cache.dtype) for cache in self._device]
+        self._finished: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: BlockIDsLoadStoreSpec) -> bool:
+        return self._copy(job_id, src_spec.group_sizes, (self._device, src_spec), (self._host, dst_spec))
+
+    def submit_load(self, job_id: int, src_spec: BlockIDsLoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        return self._copy(job_id, dst_spec.group_sizes, (self._host, src_spec), (self._device, dst_spec))
+
+    def _copy(self, job_id: int, sizes: Sequence[int], *ends: tuple[list[torch.Tensor], BlockIDsLoadStoreSpec]) -> bool:
+        (sources, _), (targets, _) = ends
+        blocks = [torch.from_numpy(spec.block_ids).split(list(sizes)) for _, spec in ends]
+        for group, reads, writes in zip(self._groups, *blocks, strict=True):
+            for index in group:
+                targets[index][writes] = sources[index][reads].to(targets[index].device)
+        self._finished.append(TransferResult(job_id, success=True))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        pass
