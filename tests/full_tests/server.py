@@ -56,8 +56,16 @@ class Running:
     """A command that serves, in a session of its own, and what can be asked of it."""
 
     def __init__(
-        self, command: list[str], port: int, log: Path, environment: dict[str, str], folder: Path | None = None
+        self,
+        command: list[str],
+        port: int,
+        log: Path,
+        environment: dict[str, str],
+        folder: Path | None = None,
+        *,
+        waits: bool = True,
     ) -> None:
+        """Start the command. Unless `waits`, call `wait_ready` later, so that several can start at the same time."""
         self.port, self.log = port, log
         with log.open("w") as out:
             self.process = subprocess.Popen(
@@ -72,7 +80,8 @@ class Running:
             )
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
         try:
-            self.wait_ready()
+            if waits:
+                self.wait_ready()
         except BaseException:  # Ctrl-C too: nobody has this object yet who could end it
             self.end()
             raise
@@ -147,12 +156,14 @@ class Running:
 
 
 class Server(Running):
-    def __init__(self, model: str, log: Path, *options: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, model: str, log: Path, *options: str, environment: dict[str, str] | None = None, waits: bool = True
+    ) -> None:
         port = free_port()
         address = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
         small = ["--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager"]
         command = serve_command(model, *address, *small, *options)
-        super().__init__(command, port, log, serve_environment(**(environment or {})))
+        super().__init__(command, port, log, serve_environment(**(environment or {})), waits=waits)
 
 
 def last_line(output: str) -> str:

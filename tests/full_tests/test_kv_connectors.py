@@ -15,7 +15,7 @@ from vllm.config import KVTransferConfig
 from vllm.utils.network_utils import get_open_port
 
 from tests.full_tests import heads, tiny_models
-from tests.full_tests.engines import counter, first_tokens, generate
+from tests.full_tests.engines import counter, engine, first_tokens, generate
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.server import Server
 from tests.full_tests.speculation import accepted, ngram, speculating
@@ -25,6 +25,19 @@ TARGET = heads.target("eagle")
 DRAFT_MODEL = dict(method="draft_model", model=TARGET, num_speculative_tokens=3)
 UNIVERSAL = DRAFT_MODEL | dict(method="universal_draft")
 RETOKENIZE = dict(additional_config={"gaudi_spec": {"universal_context": "retokenize"}})
+
+
+METHODS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+    "ngram": (None, ngram()),
+    "draft_model": (None, DRAFT_MODEL),
+    "universal_draft": (None, UNIVERSAL),
+    **{method: (heads.head(method, 3), heads.head(method, 3)) for method in ("eagle", "eagle3", "mtp")},
+}
+"""The `--speculative-config` of the first and the second of two servers."""
+COUNTERS = (
+    "vllm:external_prefix_cache_hits",
+    *(f"vllm:spec_decode_num_{kind}_tokens" for kind in ("draft", "accepted")),
+)
 
 
 # --- a folder, one engine after the other ---
@@ -122,6 +135,31 @@ def test_head_drafts_as_well_after_a_loaded_prompt(method: str, tmp_path: Path) 
     assert (second.accepted, second.drafted) == (first.accepted, first.drafted)
 
 
+# --- host memory ---
+
+
+@pytest.mark.parametrize("method", quick_and_slow(["eagle"], ["draft_model", "retokenize", "ngram", "mtp"]))
+def test_prompts_of_four_times_the_kv_cache_are_loaded_from_host_memory(method: str) -> None:
+    model = heads.target(method)
+    speculation = METHODS["universal_draft" if method == "retokenize" else method][1]
+    options: dict[str, Any] = dict(block_size=32, num_gpu_blocks_override=33, max_num_seqs=4)
+    options |= RETOKENIZE if method == "retokenize" else {}
+    prompts = [heads.text(129, first) for first in range(16)] + random_prompts([129] * 16, 250)
+    params = [params_for(index) for index in range(len(prompts))]
+    with speculating(model, speculation, **options) as llm:
+        expected = first_tokens(generate(llm, prompts, params))
+        rate = accepted(llm) / counter(llm, "vllm:spec_decode_num_draft_tokens")
+    offload = dict(kv_connector="OffloadingConnector", kv_role="kv_both")
+    config = KVTransferConfig(**offload, kv_connector_extra_config={"cpu_bytes_to_use": 64 << 20})
+    with speculating(model, speculation, kv_transfer_config=config, **options) as llm:
+        assert first_tokens(generate(llm, prompts, params)) == expected
+        before = [counter(llm, name) for name in COUNTERS]
+        assert first_tokens(generate(llm, prompts, params)) == expected
+        loaded, drafted, right = (counter(llm, name) - old for name, old in zip(COUNTERS, before, strict=True))
+        assert loaded > 0.7 * 128 * len(prompts)
+        assert right / drafted == pytest.approx(rate, abs=0.02)
+
+
 # --- two servers ---
 
 
@@ -131,7 +169,10 @@ def make_request(index: int, prompt: list[int]) -> dict[str, Any]:
     return dict(prompt=prompt, ignore_eos=True, return_token_ids=True) | sampled
 
 
-REQUESTS = [make_request(*each) for each in enumerate(PROMPTS)]
+LENGTHS = (3, 9, 17, 31, 32, 33, 48, 64, 65, 100, 129, 200, 257, 333, 400)
+MIXED = [heads.text(LENGTHS[index % len(LENGTHS)], index % 19) for index in range(125)]
+"""Prompts of many lengths, some of which begin in the same way."""
+REQUESTS = [make_request(*each) for each in enumerate(MIXED)]
 
 
 def token_ids(answer: dict[str, Any]) -> list[int]:
@@ -153,9 +194,14 @@ class Pair:
     ) -> None:
         self._servers = ExitStack()
         self.first, self.second = (
-            self._servers.enter_context(serve(folder / name, model, speculation, policy, size))
+            self._servers.enter_context(serve(folder / name, model, speculation, policy, size, waits=False))
             for name, speculation, size in zip(("first", "second"), (first, second), num_ranks, strict=True)
         )
+        with ExitStack() as failed:
+            failed.push(self._servers)
+            self.first.wait_ready()
+            self.second.wait_ready()
+            failed.pop_all()
 
     def __enter__(self) -> "Pair":
         return self
@@ -173,51 +219,38 @@ class Pair:
 
 
 def serve(
-    log: Path, model: str, speculation: dict[str, Any] | None = None, policy: str | None = None, num_ranks: int = 1
+    log: Path,
+    model: str,
+    speculation: dict[str, Any] | None = None,
+    policy: str | None = None,
+    num_ranks: int = 1,
+    *,
+    waits: bool = True,
 ) -> Server:
     options = ["--max-model-len", "512", "--tensor-parallel-size", str(num_ranks)]
     if speculation is not None:
         options += ["--speculative-config", json.dumps(speculation)]
     if policy is not None:
-        config = dict(kv_connector="NixlConnector", kv_role="kv_both", kv_load_failure_policy=policy)
+        config: dict[str, Any] = dict(kv_connector="NixlConnector", kv_role="kv_both", kv_load_failure_policy=policy)
+        config["kv_connector_extra_config"] = {"kv_lease_duration": 600}  # longer than a test on a busy machine
         options += ["--kv-transfer-config", json.dumps(config)]
     environment = {"UCX_TLS": "tcp", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(get_open_port())}
-    return Server(model, log, *options, environment=environment)
+    return Server(model, log, *options, environment=environment, waits=waits)
 
 
 needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="needs `pip install nixl`")
 
 
+def answer_alone(model: str, prompts: list[list[int]]) -> list[list[int]]:
+    """Return the texts of one engine without drafts."""
+    with engine(model) as llm:
+        return first_tokens(generate(llm, prompts, [params_for(index) for index in range(len(prompts))]))
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
-    """Return the texts of one server without drafts, by model."""
-    log = tmp_path_factory.mktemp("alone") / "log"
-    return {model: ask_alone(model, REQUESTS, log) for model in (TARGET, heads.target("mtp"))}
-
-
-def ask_alone(model: str, requests: list[dict[str, Any]], log: Path) -> list[list[int]]:
-    with serve(log, model) as server, ThreadPoolExecutor(8) as pool:
-        return [token_ids(answer) for answer in pool.map(lambda request: server.complete(**request), requests)]
-
-
-METHODS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
-    "ngram": (None, ngram()),
-    "draft_model": (None, DRAFT_MODEL),
-    "universal_draft": (None, DRAFT_MODEL | dict(method="universal_draft")),
-    **{method: (heads.head(method, 3), heads.head(method, 3)) for method in ("eagle", "eagle3", "mtp")},
-}
-
-
-@needs_nixl
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_two_servers_say_what_one_says(method: str, alone: dict[str, list[list[int]]], tmp_path: Path) -> None:
-    model = heads.target(method)
-    with Pair(tmp_path, model, *METHODS[method]) as pair, ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(pair.ask, REQUESTS)) == alone[model]
-        assert pair.second.metric("vllm:external_prefix_cache_hits_total") > 800
-        assert pair.second.metric("vllm:nixl_bytes_transferred_sum") > 1e6
-        assert pair.second.metric("vllm:spec_decode_num_accepted_tokens_total") > 100
+def alone() -> dict[str, list[list[int]]]:
+    """Return the texts of one engine, by model."""
+    return {model: answer_alone(model, MIXED) for model in (TARGET, heads.target("mtp"))}
 
 
 @needs_nixl
@@ -226,7 +259,7 @@ def test_two_servers_say_what_one_says(method: str, alone: dict[str, list[list[i
 def test_servers_of_different_sizes(num_ranks: tuple[int, int], looping_llama: str, tmp_path: Path) -> None:
     prompts = random_prompts([17, 31, 32, 33, 40, 100, 200], tiny_models.VOCAB)
     requests = [make_request(*each) for each in enumerate(prompts)]
-    expected = ask_alone(looping_llama, requests, tmp_path / "alone")
+    expected = answer_alone(looping_llama, prompts)
     drafter = DRAFT_MODEL | dict(model=looping_llama)
     with Pair(tmp_path, looping_llama, None, drafter, num_ranks=num_ranks) as pair, ThreadPoolExecutor(8) as pool:
         assert list(pool.map(pair.ask, requests)) == expected
@@ -239,6 +272,18 @@ def ask_or_none(server: Server, request: dict[str, Any]) -> list[int] | None:
     if response.status_code != 200 or response.json()["choices"][0]["finish_reason"] == "error":
         return None
     return token_ids(response.json())
+
+
+@needs_nixl
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_two_servers_say_what_one_says(method: str, alone: dict[str, list[list[int]]], tmp_path: Path) -> None:
+    model = heads.target(method)
+    with Pair(tmp_path, model, *METHODS[method]) as pair, ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(pair.ask, REQUESTS)) == alone[model]
+        assert pair.second.metric("vllm:external_prefix_cache_hits_total") > 5000
+        assert pair.second.metric("vllm:nixl_bytes_transferred_sum") > 5e6
+        assert pair.second.metric("vllm:spec_decode_num_accepted_tokens_total") > 500
 
 
 @needs_nixl
