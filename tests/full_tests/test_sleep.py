@@ -2,7 +2,12 @@
 started with the new weights."""
 
 import gc
+import json
 import shutil
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +16,11 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from vllm import LLM
+from vllm import LLM, SamplingParams
 
 from tests.full_tests import heads, tiny_models
 from tests.full_tests.engines import counter, engine, first_tokens, generate
+from tests.full_tests.server import Server
 from tests.pages import ROOT, text_for
 from vllm_gaudi_spec.devices.common.arguments import find_tensors
 from vllm_gaudi_spec.scheduling import adaptive
@@ -173,6 +179,157 @@ def test_running_requests_continue_with_new_weights(pair: tuple[Models, Models])
         prompts = [prompt + tokens for prompt, tokens in zip(PROMPTS, before, strict=True)]
         after = first_tokens(generate(llm, prompts, rest))
     assert [said[index] for index in range(len(PROMPTS))] == [b + a for b, a in zip(before, after, strict=True)]
+
+
+MODES = ("abort", "wait", "keep")
+"""What vLLM does with running requests when it pauses or sleeps."""
+REQUESTS = [
+    dict(prompt=heads.text(length, first), temperature=0.8 * (first % 2), seed=first, max_tokens=60)
+    for first, length in enumerate((3, 9, 33, 40, 64, 65, 130, 300))
+]
+
+
+def answer_alone(model: str, prompts: list[list[int]], requests: list[dict[str, Any]]) -> list[list[int]]:
+    """Return the texts of an engine that never drafts or changes."""
+    names = ("temperature", "seed", "max_tokens")
+    params = [SamplingParams(ignore_eos=True, **{name: one[name] for name in names}) for one in requests]
+    with engine(model) as llm:
+        return first_tokens(generate(llm, prompts, params))
+
+
+class Answer(NamedTuple):
+    began: int
+    ended: int
+    index: int
+    """Number of the request."""
+    reason: str
+    tokens: list[int]
+
+
+class Load:
+    """Clients that send one request after the other, and what they got."""
+
+    def __init__(self, server: Server, num_clients: int = 8) -> None:
+        self.time = 0
+        """Even while nothing changes, odd during a change, and negative at the end."""
+        self.answers: list[Answer] = []
+        self._server = server
+        self._served: set[int] = set()
+        """Clients that have had an answer during which nothing changed."""
+        self._pool = ThreadPoolExecutor(num_clients)
+        self._clients = [self._pool.submit(self._send, client) for client in range(num_clients)]
+
+    def _send(self, client: int) -> None:
+        for number in count(client):
+            began, index = self.time, number % len(REQUESTS)
+            if began < 0:
+                return
+            answer = self._server.complete(ignore_eos=True, return_token_ids=True, **REQUESTS[index])["choices"][0]
+            ended = self.time
+            self.answers.append(Answer(began, ended, index, answer["finish_reason"], answer["token_ids"]))
+            if began == ended:
+                self._served.add(client)
+
+    def wait(self) -> None:
+        """Wait until each client has another answer during which nothing changed."""
+        self._served.clear()
+        deadline = time.monotonic() + 60
+        while len(self._served) < len(self._clients):
+            assert time.monotonic() < deadline, self._served
+            time.sleep(0.02)
+            for client in self._clients:
+                if client.done():
+                    client.result()
+
+    def end(self) -> None:
+        self.time = -1
+        self._pool.shutdown()
+
+
+@pytest.mark.slow
+def test_new_weights_and_sleep_under_load(pair: tuple[Models, Models], tmp_path: Path) -> None:
+    """Each request gets a text of one state of the weights, unless it was told to continue with others."""
+    old, new = pair
+    prompts = [request["prompt"] for request in REQUESTS]
+    expected = [answer_alone(models.target, prompts, REQUESTS) for models in (old, new)]
+    options = ["--max-model-len", "512", "--enable-sleep-mode"]
+    coupled = dict(draft_sample_method="coupled", rejection_sample_method="strict")
+    options += ["--speculative-config", json.dumps(old.options()["speculative_config"] | coupled)]
+    sizes: list[int] = []
+    rates: tuple[list[float], list[float]] = ([], [])
+    with Server(old.target, tmp_path / "log", *options, environment={"VLLM_SERVER_DEV_MODE": "1"}) as server:
+        load = Load(server)
+        try:
+            for number in range(42):
+                before = count_drafts(server)
+                load.wait()
+                drafted, accepted = np.subtract(count_drafts(server), before)
+                rates[number % 2].append(accepted / drafted)
+                sizes.append(resident_mebibytes(server))
+                load.time += 1
+                replace_weights(server, number, (new, old)[number % 2])
+                load.time += 1
+            load.wait()
+        finally:
+            load.end()
+    kept: tuple[list[tuple[Answer, int]], ...] = ([], [])
+    for answer in load.answers:
+        change = answer.began // 2
+        before, after = (expected[(change + late) % 2][answer.index] for late in (0, 1))
+        if answer.began == answer.ended and answer.began % 2 == 0:
+            assert answer.tokens == before
+        elif answer.reason == "abort":
+            assert MODES[change % 3] == "abort"
+            assert answer.tokens == before[: len(answer.tokens)]
+        elif answer.tokens not in (before, after):
+            assert MODES[change % 3] == "keep"
+            kept[(change + 1) % 2].append((answer, count_equal(answer.tokens, before)))
+    assert Counter(answer.reason for answer in load.answers)["abort"] > 10
+    # The new weights continue from the tokens of the old ones, after they have read all of them.
+    for models, continued in zip((old, new), kept, strict=True):
+        assert len(continued) > 5
+        starts = [REQUESTS[answer.index]["prompt"] + answer.tokens[:length] for answer, length in continued]
+        rest = [answer.tokens[length:] for answer, length in continued]
+        requests = [
+            REQUESTS[answer.index] | dict(max_tokens=len(tokens))
+            for (answer, _), tokens in zip(continued, rest, strict=True)
+        ]
+        assert answer_alone(models.target, starts, requests) == rest
+    for found in rates:
+        # Which requests an interval has varies, and a draft model with the target's weights is always right.
+        parts = [np.mean(part) for part in np.array_split(found, 3)]
+        assert np.ptp(parts) < 0.1, rates
+        assert old.method == "eagle" or min(found) > 0.95, rates
+    assert max(sizes[5:]) - min(sizes[5:]) < 64, sizes
+
+
+def count_equal(first: list[int], second: list[int]) -> int:
+    return sum(takewhile(bool, (one == other for one, other in zip(first, second, strict=False))))
+
+
+def count_drafts(server: Server) -> list[float]:
+    return [server.metric(f"vllm:spec_decode_num_{kind}_tokens_total") for kind in ("draft", "accepted")]
+
+
+def resident_mebibytes(server: Server) -> int:
+    process = psutil.Process(server.process.pid)
+    return sum(one.memory_info().rss for one in (process, *process.children(recursive=True))) >> 20
+
+
+def replace_weights(server: Server, number: int, models: Models) -> None:
+    """Pause or sleep, in one of vLLM's modes, and load a target with its drafter."""
+
+    def call(path: str, **body: Any) -> None:
+        response = server.client.post(path, json=body)
+        assert response.status_code == 200, response.text
+
+    mode, sleeps = MODES[number % 3], number // 3 % 2
+    call(f"/sleep?level=2&mode={mode}" if sleeps else f"/pause?mode={mode}")
+    if sleeps:
+        call("/wake_up?tags=weights")
+    call("/collective_rpc", method="reload_weights", kwargs=dict(weights_path=models.target))
+    call("/collective_rpc", method="reload_weights", kwargs=dict(weights_path=models.drafter, is_draft=True))
+    call("/wake_up?tags=kv_cache" if sleeps else "/resume")
 
 
 LOOPS = [[5, 6, 7], [9, 3, 200, 41], [17] * 20]
