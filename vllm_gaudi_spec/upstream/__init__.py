@@ -15,6 +15,7 @@ from vllm_gaudi_spec.upstream.configuration import (
     describe_drafters,
     keep_layer_types_of_step_mtp,
     leave_async_scheduling_to_the_platform,
+    name_nearest_methods,
     raise_refusals_unchanged,
     read_inc_from_quant_config,
     read_positions_of_xlm_roberta,
@@ -91,6 +92,7 @@ def apply() -> None:
     admit_features_of_second_runner()
     mend_speculators_format()
     leave_async_scheduling_to_the_platform()
+    name_nearest_methods()
     read_inc_from_quant_config()
     read_positions_of_xlm_roberta()
     keep_layer_types_of_step_mtp()

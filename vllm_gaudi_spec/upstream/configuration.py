@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from vllm_gaudi_spec.config import IS_UNIVERSAL, LM_HEAD_QUANTIZATION, UNIVERSAL_DRAFT, UnsupportedConfigError
+from vllm_gaudi_spec.config import IS_UNIVERSAL, LM_HEAD_QUANTIZATION, UNIVERSAL_DRAFT, UnsupportedConfigError, shown
 from vllm_gaudi_spec.environment import QUANT_CONFIG, TRUST_DRAFT_CODE
 from vllm_gaudi_spec.methods import DRAFT_MODEL, EAGLE3, MEDUSA, METHODS, NGRAM_GPU, RULES, has_model
 from vllm_gaudi_spec.upstream.patching import do_nothing, patches, raise_unchanged, widen, wrap
@@ -212,6 +213,25 @@ def widen_speculative_options() -> None:
         fields[name] = copy(fields["revision"])
         fields[name].name, SpeculativeConfig.__annotations__[name] = name, fields[name].type
     widen(SpeculativeConfig, _MORE_VALUES)
+
+
+@patches("vllm.engine.arg_utils:EngineArgs.create_speculative_config")
+def name_nearest_methods(original: Callable[..., Any], args: Any, *more: Any, **named: Any) -> Any:
+    """Name the methods that are nearest to a mistyped one.
+
+    Reason: upstream's error lists every name that it accepts, including one per model type for MTP.
+    Remove when: upstream's error suggests a method.
+    """
+    from vllm.config import SpeculativeConfig
+
+    method = (args.speculative_config or {}).get("method")
+    if isinstance(method, str) and (nearest := get_close_matches(method.lower(), (*METHODS, UNIVERSAL_DRAFT))):
+        if method not in get_args(get_args(SpeculativeConfig.__dataclass_fields__["method"].type)[0]):
+            raise UnsupportedConfigError(
+                f"Speculative method {shown(method)} does not exist; "
+                f"set method in --speculative-config to {' or '.join(nearest)}."
+            )
+    return original(args, *more, **named)
 
 
 @patches("vllm.engine.arg_utils:EngineArgs.create_engine_config")
