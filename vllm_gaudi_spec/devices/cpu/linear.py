@@ -20,7 +20,7 @@ from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.config import FLOAT16, FLOAT32, Options, UnsupportedConfigError
+from vllm_gaudi_spec.config import FLOAT16, FLOAT32, Options, UnsupportedConfigError, format_size
 from vllm_gaudi_spec.quantization.config import get_cpu_weights
 from vllm_gaudi_spec.upstream.layers import LinearBase, ParallelLMHead, VocabParallelEmbedding
 
@@ -254,9 +254,7 @@ def log_copies(model: nn.Module) -> None:
     copies = [few.nbytes for linear in linears.values() if (few := getattr(linear, "few", None)) is not None]
     if copies:
         logger.info(
-            "%d of %d weight matrices are exact in float16; their copies of %.2f GiB serve steps of up to %d tokens.",
-            len(copies),
-            len(linears),
-            sum(copies) / 2**30,
-            FEW_ROWS,
+            "Steps with up to %d tokens run faster with exact float16 copies of %d of the %d weight matrices. "
+            "To save the %s that the copies take, set cpu_weights to float32 in additional_config.gaudi_spec.",
+            *(FEW_ROWS, len(copies), len(linears), format_size(sum(copies))),
         )
