@@ -20,6 +20,7 @@ from vllm_gaudi_spec.config import (
     Options,
     Speculation,
     UnsupportedConfigError,
+    format_size,
     in_one_line,
 )
 from vllm_gaudi_spec.device_table import DEVICES, load_backend
@@ -39,8 +40,6 @@ from vllm_gaudi_spec.tools.io.prompts import load_prompts
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
-
-_GIB = 2**30
 
 
 def check_pair(options: dict[str, Any]) -> Iterator[Finding]:
@@ -150,18 +149,18 @@ def _check_memory(vllm_config: VllmConfig, speculation: Speculation | None) -> F
     weights = sum(sizes.values())
     others = estimate_drafting(vllm_config, speculation, drafter) | estimate_states(vllm_config, speculation)
     per_token = count_token_bytes(vllm_config, speculation)
-    text = ", ".join(f"{size / _GIB:.2f} GiB for {name}" for name, size in ({"weights": weights} | others).items())
+    kib = f"{per_token / 1024:.1f}".removesuffix(".0")
+    text = ", ".join(f"{format_size(size)} for {name}" for name, size in ({"weights": weights} | others).items())
     rows = sum(estimate_rows(vllm_config, speculation, drafter).values())
     cache = _find_room_for_kv(vllm_config, weights, sum(others.values()) + rows)
     if cache is None:
-        return note("memory", f"{text}, and {per_token / 1024:.0f} KiB of KV per token, of the card's memory")
+        return note("memory", f"{text}, and {kib} KiB of KV per token, of the card's memory")
     if cache <= 0 < sum(others.values()):
         return refusal("memory", f"{text}: {NO_ROOM_FOR_KV}")
     if not per_token:
         return ok("memory", f"{text}; there is no KV")
     tokens, longest = max(cache, 0) // per_token, model.max_model_len
-    text += f"; the KV cache gets {max(cache, 0) / _GIB:.2f} GiB, room for {tokens} tokens"
-    text += f" at {per_token / 1024:.0f} KiB"
+    text += f"; the KV cache gets {format_size(max(cache, 0))}, room for {tokens} tokens at {kib} KiB"
     if tokens < longest:
         shorter = f"set --max-model-len to {tokens} or less, " if tokens else "set "
         remedy = f"{shorter}--kv-cache-memory-bytes to more, or use smaller models"
