@@ -78,8 +78,6 @@ def parse_options() -> argparse.Namespace:
 
 
 def list_setups(drafter: dict[str, Any], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the engine options of each setup."""
-
     def drafts(num_drafts: int, **more: Any) -> dict[str, Any]:
         config = {**drafter, "num_speculative_tokens": num_drafts, **more}
         if "synthetic_acceptance_rates" in config:

@@ -52,8 +52,6 @@ TIE = 1e-4
 
 
 class Case(NamedTuple):
-    """The inputs of one measurement."""
-
     rule: str
     logits_BQV: torch.Tensor
     drafts_BK: torch.Tensor

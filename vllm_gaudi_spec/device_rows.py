@@ -33,7 +33,6 @@ def group_rows(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
 
 
 def group_sizes(max_rows: int) -> tuple[int, ...]:
-    """Return the group sizes that `group_rows` yields for up to `max_rows` rows."""
     return (1,) if max_rows < _ROWS_AT_ONCE else (1, _ROWS_AT_ONCE)
 
 

@@ -43,7 +43,6 @@ class Job(NamedTuple):
 
 
 def report_sizes(shape: SampleShape, branch: Branch) -> tuple[Hashable, ...]:
-    """Return the sizes of the tensors in the report of a step."""
     return shape.rows, shape.queries, branch.select_reports()
 
 

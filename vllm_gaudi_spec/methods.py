@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A drafting method."""
-
     proposer: str
     """Module in `drafting/` and class name. The class must have a class method `build`."""
     parallel_proposer: str = ""
@@ -164,8 +162,6 @@ STRICT, SYNTHETIC = "strict", "synthetic"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceRule:
-    """An acceptance rule."""
-
     about: str
     """Short description of the rule's purpose."""
     needs_probs: bool = False

@@ -38,8 +38,6 @@ NUM_DRAFTS = "num_drafts"
 
 
 class Series(NamedTuple):
-    """A Prometheus series."""
-
     help: str
     label: str = ""
     """An additional label, besides those that all vLLM series have."""

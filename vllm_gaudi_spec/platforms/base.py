@@ -70,8 +70,6 @@ def apply_patches() -> None:
 
 
 class SpecPlatform(Platform):
-    """Base class for the platforms of all devices."""
-
     takes_device_ids = False
     """Whether each process sees all cards and uses one of the cards in --device-ids. If not, the environment determines
     which cards a process sees."""

@@ -79,8 +79,6 @@ class Node:
 
 @dataclass
 class Record:
-    """The contents of the files of one rank."""
-
     rank: int
     world: int
     mode: str

@@ -38,13 +38,9 @@ class Arithmetic(Protocol):
 
     def multiply(
         self, x: torch.Tensor, y: torch.Tensor, x_scale: torch.Tensor, y_scale: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return x @ y * x_scale * y_scale."""
-        ...
+    ) -> torch.Tensor: ...
 
-    def uncast(self, x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return x * scale."""
-        ...
+    def uncast(self, x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class WideMatmul(Matmul):

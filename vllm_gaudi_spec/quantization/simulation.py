@@ -183,7 +183,6 @@ def _weight_scale(node: files.Node, num_outputs: int) -> torch.Tensor:
 
 
 def _tensor(values: np.ndarray) -> torch.Tensor:
-    """Return the scale of a whole tensor."""
     if values.size != 1 or not (values > 0).all():
         raise _WrongScales
     return torch.tensor(float(values.reshape(-1)[0]), dtype=torch.float32)

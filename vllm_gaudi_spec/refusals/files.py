@@ -84,7 +84,6 @@ def damage_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
 
 
 def _find_index_fault(index: Path) -> str | None:
-    """Return the problem with an index file, or None if there is none."""
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
         missing = (name for name in sorted(names) if not (index.parent / name).is_file())

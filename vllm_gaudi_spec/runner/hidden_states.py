@@ -67,7 +67,6 @@ class HiddenStateBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Total size of the hidden-state buffers in bytes."""
         tensors = {self._hidden_NH, self.chunk_TH, self._carried_NH, self._carried_chunk_TH}
         return sum(tensor.nbytes for tensor in tensors)
 

@@ -144,7 +144,6 @@ class Report(AsyncModelRunnerOutput):
         self.kv_connector_output: KVConnectorOutput | None = None
 
     def to_host(self) -> StepResult:
-        """Wait for the copy and return the results of the step on the host."""
         if self._wait is None:
             return self._sent
         packed, begin = self._wait(), 0
@@ -212,7 +211,6 @@ def _verified_round(verified: dict[str, int], failed: dict[str, int]) -> list[Dr
 
 
 def _list_sampled_tokens(step: StepResult) -> list[list[int]]:
-    """Return the new tokens of each request that sampled."""
     if step.verification is None:
         return []
     rows, counts = step.verification.tokens_BQ.tolist(), step.verification.num_sampled_B.tolist()

@@ -88,7 +88,6 @@ class Requests:
 
     @staticmethod
     def count_history_bytes(max_rows: int, max_len: int) -> int:
-        """Return the size in bytes of the token histories."""
         return (max_rows + 1) * max_len * torch.int32.itemsize
 
     @property
@@ -128,7 +127,6 @@ class Requests:
             self._write_admitted()
 
     def find_running(self, req_ids: Iterable[str]) -> list[Request]:
-        """Return the requests in `req_ids` that have a row."""
         found = (self.by_id.get(req_id) for req_id in req_ids)
         return [request for request in found if request is not None and request.row != NO_ROW]
 

@@ -154,5 +154,4 @@ def select_coarse_counts(logprob_counts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def fit_size(sizes: tuple[int, ...], needed: int) -> int:
-    """Return the smallest size that is at least `needed`, or 0 if `needed` is 0."""
     return next((size for size in sizes if size >= needed), needed) if needed else 0

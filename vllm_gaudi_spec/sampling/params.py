@@ -153,7 +153,6 @@ class Sampling:
 
     @staticmethod
     def count_bytes(max_rows: int, vocab_size: int) -> int:
-        """Return the total size of the tables in bytes."""
         return DeviceRows.count_bytes(max_rows, *_make_neutral_rows(vocab_size), *make_empty_rows())
 
     def admit(self, request: Request) -> None:

@@ -54,8 +54,6 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of a `Job`."""
-
     tokens: list[int]
     scores: dict[int, float]
     """Scores of the tokens in `logprob_token_ids` at the first position."""
@@ -74,8 +72,6 @@ class Difference:
 
 
 class Outcome(NamedTuple):
-    """The result of a comparison."""
-
     kind: str
     """One of `metrics.AUDIT_RESULTS`."""
     difference: Difference | None = None

@@ -48,7 +48,6 @@ def patches(*targets: str) -> Callable[[Callable[..., Any]], Callable[[], None]]
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within the context, replace `owner.name` with `value`."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:

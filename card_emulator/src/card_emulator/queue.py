@@ -9,8 +9,6 @@ from card_emulator.counters import Counters
 
 
 class QueueDevice(Protocol):
-    """The interface of a device that its queue uses."""
-
     lazy: bool
     counters: Counters
 
@@ -18,8 +16,6 @@ class QueueDevice(Protocol):
 
 
 class QueuedTensor(Protocol):
-    """The state that a queue stores in a tensor."""
-
     epoch: int
     index: int
     pending: bool

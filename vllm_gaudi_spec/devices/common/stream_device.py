@@ -197,7 +197,6 @@ class StreamMemory(PairMemory):
         return int(free * utilization * (1 - reserve))
 
     def get_graph_reserve(self) -> float:
-        """Return the fraction of free memory reserved for graphs."""
         return 0.1
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:

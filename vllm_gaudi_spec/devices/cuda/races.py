@@ -139,7 +139,6 @@ def compute_scores(row, probs_row, tokens, vocab, random, first, second, from_re
 
 @triton.jit
 def first_best(scores, tokens, vocab):
-    """Return the best score and the first token with that score."""
     top = tl.max(scores, axis=0)
     return top, tl.minimum(tl.min(tl.where(scores == top, tokens, vocab), axis=0), vocab - 1)
 

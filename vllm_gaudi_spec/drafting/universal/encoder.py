@@ -91,7 +91,6 @@ def _splice(encoded: Encoded, old: int, window: Encoded, new: int) -> int:
 
 
 def count_common_prefix(some: Sequence[int], others: Sequence[int]) -> int:
-    """Return the length of the longest common prefix."""
     pairs = enumerate(zip(some, others, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(some), len(others)))
 

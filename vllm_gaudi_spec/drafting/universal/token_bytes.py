@@ -34,8 +34,6 @@ _MAX_GROWTH = 4096
 
 @dataclass(frozen=True, slots=True)
 class ModelTokenizer:
-    """A tokenizer and the end tokens of its model."""
-
     tokenizer: Any
     """A transformers tokenizer, or an object with the part of its interface that is used here."""
     end_ids: tuple[int, ...] = ()

@@ -20,8 +20,6 @@ from vllm_gaudi_spec.integrations.vllm_ascend.versions import VLLM_ASCEND
 
 
 class AscendUniversalDraftProposer(AscendDraftModelProposer):
-    """vllm-ascend proposer for method `universal_draft`."""
-
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config, device, runner=runner)
         if self.use_cuda_graph and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():

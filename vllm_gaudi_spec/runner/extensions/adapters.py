@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 
 class Adapters(Extension):
-    """The target's adapters."""
-
     def __init__(self, vllm_config: VllmConfig, model: nn.Module, backend: DeviceBackend) -> None:
         """Wrap the layers of `model`, which must already be on the device."""
         self._backend = backend

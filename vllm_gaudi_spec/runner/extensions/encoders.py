@@ -39,8 +39,6 @@ class Item(NamedTuple):
 
 
 class Encoding(NamedTuple):
-    """Encoder inputs for one item."""
-
     modality: str
     num_rows: int
     """Number of output rows (N): the rows of the item, followed by padding rows."""

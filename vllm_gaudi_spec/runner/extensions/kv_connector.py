@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 
 class KVConnector(Extension):
-    """Calls the KV connector of this process."""
-
     def __init__(self, vllm_config: VllmConfig, kv_caches: dict[str, Any]) -> None:
         """Create the extension. `kv_caches` maps each layer whose KV is transferred to its cache."""
         self._kv_caches = kv_caches
