@@ -131,7 +131,7 @@ def step(runner: Any, tokens: dict[str, int], cached: Any, new: list[Any], draft
 
 
 def measure(runner: Any, phases: Phases, batch: int, steps: int) -> dict[str, Any]:
-    """Return the median microseconds for a step and for each of its phases. Lengths are reset so that all steps are
+    """Return the median microseconds for a step and each of its phases. Lengths are reset so that all steps are
     equal."""
     names = [f"{batch}-{i}" for i in range(batch)]
     admit(runner, names)

@@ -4,9 +4,8 @@ python -m benchmarks serving --rates 0.5 1 2 inf --json .bench/serving.json
 python -m benchmarks serving --rates 1 --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'
 VGS_DEVICE=cuda python -m benchmarks serving --size 8b --rates 4 8 16 inf    # random weights
 
-Prompts and outputs have lengths as in ShareGPT. Servers run side by side and take turns. In a turn, all servers get the
-same greedy requests at the same arrival rate and generate past any end token. Other arguments are passed to every
-server.
+Lengths are as in ShareGPT. Servers run side by side and take turns. In a turn, all servers get the same greedy requests
+at the same arrival rate and generate past any end token. Other arguments are passed to every server.
 """
 
 from __future__ import annotations

@@ -114,8 +114,7 @@ class Steps:
         )
 
     def set_context(self, context: int, num_drafts: int) -> Callable[[], None]:
-        """Return a function that sets the number of drafts and the context of each request, one token more for each
-        copy."""
+        """Return a function that sets the number of drafts and the context of each request, one token more per copy."""
         requests = self._runner.requests
         computed_R = torch.zeros_like(requests.computed_R)
         for names in self._rows:

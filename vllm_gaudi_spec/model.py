@@ -307,8 +307,7 @@ class LoadedModel:
 
         `carried_TH` contains the target's hidden states that a head reads.
         """
-        # Ranks that run in lockstep compute the same number of tokens, and a rank does not know how many are real on
-        # others.
+        # Ranks that run in lockstep compute the same number of tokens, without knowing how many are real on others.
         packs = self._packs and not self._is_in_step
         packed = Packed.from_counts(inputs.num_real_B, inputs.call.num_queries) if packs else None
         hidden = self._run_packed(inputs, carried_TH, packed)

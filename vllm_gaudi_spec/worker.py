@@ -263,7 +263,7 @@ class Worker(WorkerBase):
             self.profiler.stop()
 
     def step_report(self) -> dict[str, object]:
-        """Return step signatures, device-to-host syncs, and resources used by requests. Call this method through
+        """Return step signatures, device-to-host syncs, and resources used by requests. Call through
         `collective_rpc`."""
         return self.model_runner.step_report()
 

@@ -106,8 +106,7 @@ def draw_prompt_cells(seed: int, count: int, longest: int) -> list[Cell]:
 
 
 def tail(texts: Sequence[Sequence[int]], last: int, length: int) -> list[int]:
-    """Return the last tokens of the texts up to the text with index `last`, continuing from the last text at the
-    first."""
+    """Return the last tokens of the texts up to index `last`, continuing from the last text at the first."""
     prompt: list[int] = []
     while len(prompt) < length:
         prompt[:0] = texts[last % len(texts)]

@@ -191,8 +191,7 @@ class Text:
         self._tokens.extend(np.asarray(token_ids).tolist())
         for size, earlier, heads in zip(self._sizes, self._earlier, self._heads, strict=True):
             while len(heads) < len(self._tokens):
-                # Both halves of a split bucket keep the old chain with the positions of both; matches are compared
-                # anyway.
+                # Both halves of a split bucket keep the old chain with both halves' positions; matches are verified.
                 heads *= 2
             mask = len(heads) - 1
             tokens = self._tokens[begin + 1 - size :].tolist()

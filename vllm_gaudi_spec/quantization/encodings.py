@@ -204,8 +204,7 @@ def awq(size: int | None) -> Encoding:
 
 
 def _integers(parts: tuple[str, ...], read: Callable[[Parts], Grouped], size: int | None) -> Encoding:
-    """Return the encoding for grouped integers. `size` is None if unknown or if groups do not follow the input
-    order."""
+    """Return the encoding for grouped integers. `size` is None if unknown or if groups are not in input order."""
 
     def grouped(tensors: Parts) -> Grouped:
         found = read(tensors)

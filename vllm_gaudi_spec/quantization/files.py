@@ -216,8 +216,7 @@ def _check_inside_folder(path: Path) -> None:
 
 
 def _check_whole(path: Path) -> None:
-    """Check the checksums of a zip archive, and check that its pickles call nothing unexpected, because INC will
-    unpickle them."""
+    """Check a zip archive's checksums and that its pickles, which INC will load, call nothing unexpected."""
     try:
         with path.open("rb") as file:
             # zipfile finds an archive from its end, even if other data precedes it, whereas NumPy checks the beginning.

@@ -82,8 +82,7 @@ class LayerState:
         bias_C: torch.Tensor | None,
         recurrence: Recurrence,
     ) -> torch.Tensor:
-        """Return the layer's outputs [B, Q, ...] for a padded batch, or the convolution's outputs if there is no
-        state."""
+        """Return the layer's outputs [B, Q, ...] for a padded batch, or of the convolution if there is no state."""
         # Matmuls combine the positions of a row, so NaN from a rejected draft would reach earlier positions.
         inputs_BQC, gates_BQG = finite(inputs_BQC), None if gates_BQG is None else finite(gates_BQG)
         inputs_BWC = _zero_if(call.starts_B == 0, self.inputs_RWC.index_select(0, call.rows_B))

@@ -20,8 +20,8 @@ def refuse_waste(name: str, buckets: tuple[int, ...], needed: int, option: str) 
 
 
 def geometric(smallest: int, largest: int, growth: float) -> tuple[int, ...]:
-    """Return multiples of `smallest`, each at most about `growth` times the previous one. The last is at least
-    `largest`."""
+    """Return multiples of `smallest`, each at most about `growth` times the previous one. `largest` fits in the
+    last."""
     buckets = [smallest]
     while buckets[-1] < largest:
         buckets.append(max(buckets[-1] + smallest, _round_down(int(buckets[-1] * growth), smallest)))

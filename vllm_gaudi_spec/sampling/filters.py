@@ -57,8 +57,7 @@ def filter_logits(
 
 
 def apply_min_p(logits_BQV: torch.Tensor, min_p_B: torch.Tensor) -> torch.Tensor:
-    """Mask tokens less likely than `min_p` times the most likely token. A `min_p` of 0 disables the filter (log 0 is
-    -inf)."""
+    """Mask tokens less likely than `min_p` times the most likely token. 0 disables the filter (log 0 is -inf)."""
     floor = logits_BQV.amax(-1, keepdim=True) + min_p_B.log()[:, None, None]
     return logits_BQV.masked_fill(logits_BQV < floor, NEG_INF)
 

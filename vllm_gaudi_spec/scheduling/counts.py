@@ -1,8 +1,7 @@
 """Counts of decoding requests by number of drafts, and of the reasons why requests have no drafts.
 
 Requests are counted in the scheduler, which knows their lengths and parameters and decides how many tokens to draft.
-Information from workers arrives with the output of each step, so counting needs no extra device-to-host sync or
-message.
+Information from workers arrives with the output of each step, so counting needs no extra sync or message.
 """
 
 from __future__ import annotations

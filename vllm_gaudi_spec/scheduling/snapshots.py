@@ -57,8 +57,7 @@ class Snapshots:
         return next((boundary for boundary in boundaries if self._key(request, boundary) in self._slots), 0)
 
     def cut(self, request: Request, start: int, num_new: int) -> int:
-        """Return the number of new tokens that a request should compute in this step for its chunk to end at a
-        boundary.
+        """Return the number of new tokens to compute in this step so that a request's chunk ends at a boundary.
 
         Chunks end at the last boundary that the same prompt can hit, and at the boundary after which other prompts
         diverged (`shared_prefix_boundary`), which has KV blocks but no snapshot. As a result, the second prompt with a

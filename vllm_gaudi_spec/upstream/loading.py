@@ -61,13 +61,11 @@ def _asking(device_type: str, own_name: str) -> Callable[..., Any]:
 
 
 def device_type_while_loading(device_type: str | None) -> AbstractContextManager[None]:
-    """Within the context, make models use `device_type` as the device type of the platform. None keeps the platform's
-    own.
+    """Within the context, make models use `device_type` as the platform's device type. None keeps the platform's own.
 
     Reason: the constructors of some models (DeepSeek, MiniCPM) create tensors on `current_platform.device_type`,
-    regardless of the device on which the models are loaded. On a Gaudi, weights are loaded on the host, because each
-    copy to part of a model on the device would run a separate small graph, and operators cannot mix devices (quirk
-    S16).
+    regardless of the device on which the models are loaded. On a Gaudi, weights are loaded on the host, because on the
+    device each copy to part of a model would run a small graph, and operators cannot mix devices (quirk S16).
     Remove when: no upstream model does this.
     """
     from vllm.platforms import current_platform

@@ -10,8 +10,7 @@ from vllm_gaudi_spec.upstream.patching import wrap
 
 
 def mend_speculators_format() -> None:
-    """Make layers of block drafters causal exactly where the speculators library trains them as causal, and reject
-    unsupported methods.
+    """Make block drafters' layers causal where the speculators library trains them so, and reject unsupported methods.
 
     Reason: `sliding_window_non_causal` applies only to sliding-window layers. By default, the library writes False.
     Upstream applies that value to all DFlash layers and ignores the flag for DSpark. This causes no error, but drafts

@@ -65,8 +65,7 @@ def variables(
     """Return the environment variables with which a process and its children use the card of `door`.
 
     Args:
-        lazy: Whether a Gaudi runs in lazy mode or in compiled mode. None uses PT_HPU_LAZY_MODE, or lazy mode if that
-            variable is not set.
+        lazy: Whether a Gaudi runs in lazy mode or in compiled mode. By default, PT_HPU_LAZY_MODE decides.
         kind: Whether the card accepts what is known to fail only on some cards or releases.
         torch_npu: The folder with Huawei's torch_npu. If None, it is looked up in the program's environment.
     """

@@ -23,8 +23,7 @@ _META, _SLOTS = 14, 22
 def install_device_guard() -> None:
     """Use the meta device's guard for the card as well. Torch asks a guard for the current device before and after
     slices and copies. Torch's wheels contain no guard for the card and raise "PyTorch is not linked with support for
-    hpu devices". The meta device's guard does nothing, which is correct for a single device without streams of its
-    own."""
+    hpu devices". The meta device's guard does nothing, which is correct for a single device without streams."""
     slot = DEVICE.model.guard_slot
     path = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
     try:

@@ -73,9 +73,8 @@ class Float32Logits:
     """An output matrix in bfloat16 or float16 that produces float32 logits.
 
     A 16-bit kernel would round logits to multiples of up to 0.125, which would often make the two best logits equal.
-    For few rows, an exact float16 copy of the weight is used. For many rows, slices of the weight are converted to
-    float32 one after another. oneDNN may multiply the slices in bfloat16, which is exact for values that were
-    originally bfloat16.
+    Few rows use an exact float16 copy of the weight. For many rows, slices of the weight are converted to float32 in
+    turn. oneDNN may multiply the slices in bfloat16, which is exact for values that were originally bfloat16.
     """
 
     def __init__(self, weight_NK: torch.Tensor) -> None:

@@ -4,8 +4,7 @@ Each norm is computed in the linear layer that follows it, each gated activation
 and rotary embeddings and KV writes in the attention kernel.
 
 A layer is recognized by the forward method of its class. It runs as before, except that its attention and MLP may
-receive inputs that are not normalized yet. Both modules pass their inputs only to a linear layer, which applies the
-norm.
+receive unnormalized inputs. Both modules pass their inputs only to a linear layer, which applies the norm.
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ from vllm_gaudi_spec.devices.common.layers import find_kernel
 
 _WITH_KERNEL = (9, 10)
 """Major compute capabilities for which torch has a kernel (torch 2.11 and 2.13, GroupedBlas.cpp)."""
-# Measured on an H100 (benchmarks/results/experts.json): sorting tokens and restoring their order takes as long as
-# reading this many bytes of weights. Multiplying this many tokens by all experts takes as long as reading all weights
-# again.
+# Measured on an H100 (benchmarks/results/experts.json): sorting and unsorting tokens takes as long as reading this many
+# bytes of weights. Multiplying this many tokens by all experts takes as long as reading all weights again.
 _BYTES_OF_SORTING = 270e6
 _TOKENS_OF_READING = 400
 _FEWEST_BYTES = 400e6

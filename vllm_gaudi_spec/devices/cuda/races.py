@@ -109,8 +109,7 @@ def uniform(low, high, positions):
 
 @triton.jit
 def load_values(row, probs_row, tokens, vocab, from_residual, peak, scale):
-    """Load logits, or logarithms of the residual. The residual is the amount by which target probabilities exceed draft
-    probabilities."""
+    """Load logits, or logarithms of the residual. The residual is the target's probability minus the draft's, or 0."""
     mask = tokens < vocab
     values = tl.load(row + tokens, mask=mask, other=float("-inf")).to(tl.float32)
     if from_residual:

@@ -44,7 +44,6 @@ def fused() -> Fused | None:
 def _takes(call: Call) -> bool:
     """Whether the operator supports a call.
 
-    Calls with biases, as in gpt-oss, are not supported, because they gave Gaudi 3 users incoherent text on release
-    1.24.
+    Calls with biases, as in gpt-oss, are not supported, because on release 1.24 they gave Gaudi 3 users garbled text.
     """
     return call.activation in _ACTIVATIONS and call.b13_EJ is None and not call.weighs_inputs

@@ -47,8 +47,7 @@ class KVConnector(Extension):
         """Return the extension, or None if this process has no connector.
 
         The KV of a draft model is not transferred, because the model can read the loaded prompt itself, so a draft
-        model may be used on only one side. A head cannot read the prompt, because its hidden states are on the other
-        side.
+        model may be used on only one side. A head cannot, because the prompt's hidden states are on the other side.
         """
         if not has_kv_transfer_group():
             return None

@@ -65,8 +65,7 @@ class MediaStore:
     def _run(self, encoding: Encoding, rows_np: np.ndarray = _NO_ROWS) -> None:
         """Encode an item and store its output in `rows_np`.
 
-        Padding is written to other rows, which are never read. In warm-up, no rows are passed, so all output is
-        padding.
+        Padding goes to other rows, which are never read. In warm-up, no rows are passed, so all output is padding.
         """
         self._recorder.saw(encoding.signature)
         pads_np = np.resize(self._pads_np, encoding.num_rows - len(rows_np))

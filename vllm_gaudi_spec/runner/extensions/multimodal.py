@@ -1,6 +1,6 @@
 """Multimodal items in prompts, which are encoded in the step chosen by the scheduler and merged into embeddings.
 
-The encoders, their cache, and the lookup of a chunk's items come from vLLM's newer runner. Drafters process only
+The encoders, their cache, and the lookup of a chunk's items are those of vLLM's newer runner. Drafters process only
 tokens.
 
 D: dimensions of a multimodal rotary position.

@@ -147,9 +147,8 @@ def _spelt_out(
     sinks: torch.Tensor | None,
     is_fast: bool,
 ) -> torch.Tensor:
-    """Compute attention step by step. With `is_fast`, exponentials are computed in bfloat16, which changes the output
-    of some models (vllm-gaudi, features.py, fp32_softmax). `sinks` adds one score per head to the softmax, without a
-    value."""
+    """Compute attention step by step. With `is_fast`, exponentials are computed in bfloat16, which changes some models'
+    output (vllm-gaudi, features.py, fp32_softmax). `sinks` adds one score per head to the softmax, without a value."""
     k, v = (part.repeat_interleave(q.shape[-3] // part.shape[-3], -3) for part in (k, v))
     scores = (q @ k.transpose(-1, -2)) * scale
     if bias is not None:
@@ -403,8 +402,7 @@ def define(schemas: str, kernels_by_name: dict[str, Any]) -> None:
         _library.define(schema)
     for name, kernel in kernels_by_name.items():
         _library.impl(name, kernel, "CompositeExplicitAutograd")
-        # Kernels for unwrapped tensors are called directly, because the dispatcher would take most of a small
-        # operation's time.
+        # Kernels for unwrapped tensors are called directly, because dispatching a small operation is slow.
         packet, _, overload = name.partition(".")
         kernels.KERNELS[f"hpu::{packet}.{overload or 'default'}"] = kernel
 

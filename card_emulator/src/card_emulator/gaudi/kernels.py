@@ -158,8 +158,7 @@ def _scatter(usual: Kernel) -> Kernel:
 
 
 def _argmax(usual: Kernel) -> Kernel:
-    """Return the index of the last of several equal maxima (O09). The order is not specified; a CPU returns the
-    first."""
+    """Return the index of the last of several equal maxima (O09). A CPU returns the first."""
 
     def run(tensor: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
         if dim is None or not tensor.dim():
