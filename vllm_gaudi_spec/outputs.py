@@ -1,4 +1,4 @@
-"""Records exchanged by the scheduler and its workers, which extend vLLM's. They are pickled between processes."""
+"""Extensions of the vLLM records that the scheduler and its workers exchange. They are pickled between processes."""
 
 from __future__ import annotations
 

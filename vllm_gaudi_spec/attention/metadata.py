@@ -145,7 +145,7 @@ class Spans(NamedTuple):
     """
 
     lasts_BQ: torch.Tensor
-    """int32: last position in the span that contains the query, or 0 if no span does."""
+    """int32: last position in the span that contains the query, or 0 if there is no such span."""
     rows: SpanRows | None = None
     """None on devices that capture steps, because the number of spans varies between steps. Never empty otherwise."""
     in_windows_only: bool = False

@@ -121,14 +121,14 @@ class DeviceProposer(ABC):
         """Draft tokens for the rows in `request`."""
 
     def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> DrafterKVSync:
-        """Return the drafter's KV sync. By default, it is the one for drafters without KV or hidden states."""
+        """Return the drafter's KV sync. The default suits drafters without KV or hidden states."""
         return DrafterKVSync()
 
 
 class ReadBlocks:
     """Tracks the KV blocks that a drafter has read.
 
-    vLLM shares blocks between requests depending on the target's KV alone. The drafter's KV for a block may be missing
+    To share blocks between requests, vLLM considers only the target's KV. The drafter's KV for a block may be missing
     if drafting was disabled for that request or because of the load. Such a block does not count as read.
     """
 

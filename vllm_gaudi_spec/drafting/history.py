@@ -94,5 +94,5 @@ def _get_rows(step: StepResult) -> np.ndarray:
 
 
 def _stops(params: SamplingParams, tokens: list[int]) -> bool:
-    """Return whether one of these tokens makes the scheduler end the request. Ignored end tokens do not."""
+    """Return whether one of these tokens makes the scheduler end the request. Ignored end tokens do not count."""
     return params.eos_token_id in tokens or not set(params.stop_token_ids or ()).isdisjoint(tokens)

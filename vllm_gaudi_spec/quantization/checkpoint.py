@@ -134,7 +134,7 @@ def _check_finite(*tensors: torch.Tensor) -> None:
 
 
 class _Headers(Checkpoint):
-    """A reader for meta tensors. It checks each kind once, because large models have many tensors of few kinds."""
+    """A reader for meta tensors that checks each kind once, because large models have many tensors of few kinds."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)

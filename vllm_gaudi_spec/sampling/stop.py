@@ -1,4 +1,4 @@
-"""Functions shared by acceptance rules, which compare drafts and sample the token after the accepted drafts.
+"""Functions that acceptance rules use to compare drafts and to sample the token after the accepted drafts.
 
 Dimensions: B rows, at most K drafts, Q = K + 1 positions, V vocabulary size. The distribution at position i is the
 target's distribution for the token that draft i proposes. The one after a row's last draft is for the bonus token.

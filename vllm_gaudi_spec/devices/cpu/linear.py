@@ -158,7 +158,7 @@ def _keep_num_threads() -> None:
 
     oneDNN chooses a packed layout that depends on the thread count, whereas vLLM's wrapper caches compiled kernels per
     process by weight shape alone. A second weight with the same shape but another layout would therefore be misread. A
-    multi-rank engine sets the count to one in the process that creates it, which may later create another engine.
+    multi-rank engine sets the thread count of its process to one, and that process may create another engine later.
     """
     found = torch.get_num_threads()
     if _State.num_threads is None:

@@ -21,8 +21,7 @@ _NEG_INF = np.float32(-np.inf)
 _LISTS = (1024, 16384)
 """The numbers of best tokens to try before sorting all tokens. The first number is enough for most positions."""
 _FEW = 8
-"""Compute noise for the remaining tokens only if at most one in this many tokens remains. Finding them also takes
-time."""
+"""Compute noise for the remaining tokens only if at most one in this many tokens remains. Finding them takes time."""
 
 
 def sample_greedy(logits_BQV: torch.Tensor) -> torch.Tensor:

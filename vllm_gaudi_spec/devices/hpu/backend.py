@@ -380,7 +380,7 @@ def _move_plain_tensors(model: nn.Module, device: torch.device) -> None:
     """Move tensors that are neither parameters nor buffers, because `Module.to` leaves them on the host.
 
     Modules that share a tensor still share it afterwards. INC's scales stay on the host, where INC needs them (quirk
-    Q15). Zero-dimensional tensors also stay there, because they become part of a graph.
+    Q15). Zero-dimensional tensors also stay on the host, because they become part of a graph.
     """
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():

@@ -1,5 +1,5 @@
-"""The emulated card under torch_npu, as used by reports. The runtime counts events, and this module assigns the counts
-to steps."""
+"""The emulated card under torch_npu, for reports. The runtime counts events, and this module assigns the counts to
+steps."""
 
 from __future__ import annotations
 
