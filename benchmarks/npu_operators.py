@@ -3,7 +3,7 @@
 VGS_DEVICE=ascend-emulated python -m benchmarks npu_operators MODEL [--json FILE]
 
 A single row decodes. The drafters are n-grams on the device and a draft model, which is the target itself. Operators
-have CANN's names. Operators in a captured graph are launched by the graph, whatever their number.
+have CANN's names. Operators in a captured graph are launched by the graph, regardless of their number.
 """
 
 import argparse

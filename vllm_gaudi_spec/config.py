@@ -98,8 +98,8 @@ class Options:
     """How such a drafter's drafts become target tokens: `tli` (default) drafts only tokens in both vocabularies;
     `slem` drafts any token and tokenizes the drafted text for the target."""
     universal_kv_len: int | None = None
-    """Maximum number of its own tokens that the drafter keeps per request with `retokenize`. The default is 2048 or
-    twice `--max-model-len`, whichever is smaller."""
+    """Maximum number of drafter tokens kept per request with `retokenize`. The default is 2048 or twice
+    `--max-model-len`, whichever is smaller."""
     state_snapshots: int | None = None
     """The number of recurrent states that the prefix cache keeps, for models that have them. The default is
     `--max-num-seqs`, but at most 32."""
@@ -261,7 +261,7 @@ class Speculation:
     universal_match: str = TLI
     """How drafts are converted to target tokens: `tli` or `slem`."""
     universal_kv_len: int = 0
-    """Maximum number of its own tokens that the drafter keeps per request with `retokenize`."""
+    """Maximum number of drafter tokens kept per request with `retokenize`."""
     smaller_widths: tuple[int, ...] = ()
     """The numbers of drafts per row, below k, for which decode shapes exist, in ascending order."""
     is_adaptive: bool = False
@@ -409,7 +409,7 @@ def _count_block_tokens(spec_config: SpeculativeConfig) -> int:
 
 
 def _choose_drafter_kv_len(vllm_config: VllmConfig, options: Options) -> int:
-    """Return the maximum number of its own tokens that the drafter keeps per request.
+    """Return the maximum number of drafter tokens kept per request.
 
     A text may have more drafter tokens than target tokens, but vLLM limits the drafter's context to the target's.
     """

@@ -1,4 +1,4 @@
-"""Loading of drafter models, and the modules and hidden states that heads share with their target."""
+"""Loads drafter models and finds the modules and hidden states that heads share with their target."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Acceptance:
 _LONGEST_MEMORY = 32
 """Maximum number of steps included in the running mean of a choice."""
 _LARGEST_CHANGE = 1.5
-"""Maximum ratio by which a step may exceed the mean or be below it. A longer step probably includes a pause."""
+"""Maximum ratio between a step and the mean, in either direction. A longer step probably includes a pause."""
 _LARGE_CHANGES = 4
 """Number of consecutive steps outside `_LARGEST_CHANGE` after which all choices are measured again."""
 _LARGEST_DRIFT = 0.1

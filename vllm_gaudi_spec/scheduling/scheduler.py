@@ -316,9 +316,9 @@ class _Speculating(Scheduler):
         (before, last), self._last = self._last, (now, done)
         if done is None or last is None or not done.only_decodes or done.num_verified != done.num_drafts:
             return False
-        # The previous step may have included prompts, because with short requests, hardly any decode follows another
-        # decode. In that case, the measured time may include the time in which the drafter reads prompts, which is also
-        # a cost of drafting.
+        # The previous step may have included prompts, because with short requests, one decode rarely follows another.
+        # In that case, the measured time may include the time in which the drafter reads prompts, which is also a cost
+        # of drafting.
         if done == last._replace(only_decodes=True):
             step_times.observe(done.batch_size, done.num_verified, now - before)
         return done == last

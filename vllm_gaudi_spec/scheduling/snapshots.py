@@ -101,7 +101,7 @@ class Snapshots:
         return slot
 
     def _last_boundary(self, request: Request) -> int:
-        """Return the last boundary from which a prompt can start with at least its last token left to compute."""
+        """Return the last boundary from which a prompt can start, which leaves at least its last token to compute."""
         num_hashed = len(request.block_hashes) * self._hash_size
         return self._round_down(min(request.num_tokens - 1, num_hashed)) - self._num_dropped
 

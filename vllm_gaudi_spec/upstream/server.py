@@ -182,7 +182,7 @@ def refuse_tokenized_params(find_fault: Callable[[SamplingParams], str | None]) 
 def refuse_params_before_verification(find_fault: Callable[[SamplingParams], str | None]) -> None:
     """Reject sampling parameters if `find_fault` returns a reason before vLLM verifies them.
 
-    Reason: upstream's `SamplingParams.verify` compiles the regex or grammar of a request, whatever its size, before it
+    Reason: upstream's `SamplingParams.verify` compiles the regex or grammar of a request, regardless of size, before it
     asks the platform whether the request is valid. A regex of 75,000 words causes a server error.
     Remove when: upstream asks the platform first, or limits the size of constraints.
     """

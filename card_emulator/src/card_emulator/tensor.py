@@ -258,7 +258,7 @@ class Operands:
         self.key: list[Any] = [info.name]
 
     def unwrap_all(self, args: Sequence[Any]) -> list[Any]:
-        """Unwrap the arguments. The two most common kinds are handled inline, because this takes most of the time."""
+        """Unwrap the arguments. For speed, the two most common kinds are handled inline."""
         found: list[Any] = []
         graph, key = self.graph, self.key
         for arg in args:

@@ -76,8 +76,8 @@ def _load_tokenizer(model: ModelConfig) -> ModelTokenizer:
 def _choose_stand_in(drafter: ModelTokenizer) -> int:
     """Return the token that the drafter reads in place of tokens it lacks, so every target token has a position.
 
-    The result is a space, which carries the least meaning. The drafter's unk token is often also its end-of-text token,
-    which marks the end of a document.
+    The result is a space, the most neutral choice. The drafter's unk token is often also its end-of-text token, which
+    marks the end of a document.
     """
     ids: list[int] = drafter.tokenizer.encode(" ", add_special_tokens=False)
     return ids[0] if ids else 0

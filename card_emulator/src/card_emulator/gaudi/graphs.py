@@ -58,7 +58,7 @@ class GraphCapture(Capture):
         self._begin_recipe()
 
     def check_write(self, target: DeviceTensor, info: OpInfo, line: Line) -> None:
-        # From Intel's HPU Graphs documentation: views cannot be updated in place, whatever memory they share.
+        # From Intel's HPU Graphs documentation: views cannot be updated in place, regardless of the memory they share.
         if not target.part or not DEVICE.hostile:
             return
         raise DeviceRefusal(
