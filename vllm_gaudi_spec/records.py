@@ -139,7 +139,7 @@ class Batch(Planned):
     inputs: StepInputs
     multimodal: MultimodalInputs | None = None
     token_types_T: torch.Tensor | None = None
-    """int32 [B * Q]: which of its request's two texts a token belongs to. None if all requests have one text."""
+    """int32 [B * Q]: which of its request's two texts a token belongs to. None if no request has two texts."""
 
 
 class PositionList(NamedTuple):

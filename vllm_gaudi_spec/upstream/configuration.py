@@ -35,7 +35,7 @@ def describe_drafters() -> None:
     Read the method and the number of drafts from a checkpoint in the speculators format unless the user sets them.
     Reason: upstream reads them only if the checkpoint is served on its own. In a speculative configuration, upstream
     guesses the method from the folder name and does not read the number of drafts.
-    Remove when: upstream reads them in both cases.
+    Remove when: upstream reads both for any drafter.
 
     Describe methods of this plugin that have no model as n-gram drafting, which has no model either.
     Reason: upstream rejects every method that it does not have.

@@ -140,7 +140,7 @@ def _never_pinned(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 def _reshape_in_place(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Change the shape or strides of a tensor in place. No operation on the card is needed, because the shape and
-    strides of its tensors are stored on the host. This is rejected in a capture, because it was never tested there."""
+    strides of its tensors are stored on the host. This is rejected in a capture, where it has never been tested."""
     target: DeviceTensor = args[0]
     DEVICE.refuse_in_capture(f"aten.{info.name} changes the geometry of a device tensor in place")
     rest = [item.inner if isinstance(item, DeviceTensor) else item for item in args[1:]]

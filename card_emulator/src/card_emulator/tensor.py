@@ -372,7 +372,7 @@ def _before(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[s
 
 
 def refuse_values(what: str) -> None:
-    """Reject reading a value during a graph capture, and in compile-only mode, in which no values are computed."""
+    """Reject reading a value during a graph capture and in compile-only mode, which computes no values."""
     DEVICE.refuse_in_capture(f"{what} reads a value on the host")
     if DEVICE.compile_only:
         raise DeviceRefusal(f"{what} at {here()} reads a value, and compile-only mode computes none")
