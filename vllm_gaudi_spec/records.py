@@ -50,7 +50,7 @@ class PromptScores:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """The host's view of a request, with or without a row. It exists until the request finishes."""
+    """The host's view of an unfinished request, with or without a row."""
 
     req_id: str
     params: SamplingParams

@@ -195,7 +195,7 @@ def _parallel_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
 
 
 def _num_medusa_heads(spec_config: SpeculativeConfig) -> int:
-    """Return the number of heads in the checkpoint's config file. vLLM's config has num_speculative_tokens."""
+    """Return the number of heads from the config file, because vLLM's config has num_speculative_tokens instead."""
     from transformers import PretrainedConfig
 
     fields_of_file, _ = PretrainedConfig.get_config_dict(spec_config.model, revision=spec_config.revision)

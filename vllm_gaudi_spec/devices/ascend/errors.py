@@ -1,4 +1,4 @@
-"""Recognizes CANN errors. The doctor explains these errors and imports this module without torch."""
+"""Recognizes CANN errors. This module does not need torch, so the doctor can always use it."""
 
 from __future__ import annotations
 
