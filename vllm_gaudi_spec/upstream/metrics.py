@@ -39,7 +39,7 @@ def carry_metrics() -> None:
 def list_metrics_of_ours(original: Callable[[], list[Any]]) -> list[Any]:
     """Make `LLM.get_metrics()` also list this plugin's series.
 
-    Reason: upstream selects names that begin with `vllm:`, which is its own namespace.
+    Reason: upstream selects only names in its own namespace, `vllm:`.
     Remove when: upstream lists the series that platforms add.
     """
     from prometheus_client import REGISTRY

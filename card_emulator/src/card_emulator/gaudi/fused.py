@@ -341,9 +341,9 @@ def convert_from_uint4(
     out_dtype: torch.dtype,
     g_idx: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Unpack int32 [K, N / 8] to [K, N], starting with the lowest bits. Scales and zero points belong to groups of
-    rows, which are given by `g_idx`. With this function, the AWQ, GPTQ and compressed-tensors layers in vllm-gaudi's
-    tests give correct results."""
+    """Unpack int32 [K, N / 8] to [K, N], starting with the lowest bits. `g_idx` maps each row to the group whose scale
+    and zero point it uses. With this function, the AWQ, GPTQ and compressed-tensors layers in vllm-gaudi's tests give
+    correct results."""
     weight = _nibbles(packed)
     if g_idx is None:
         rows = torch.arange(weight.shape[0], device=packed.device) // (weight.shape[0] // scale.shape[0])

@@ -1,4 +1,4 @@
-"""The emulated card under torch_npu, for reports. The runtime counts events, and this module assigns the counts to
+"""Reports on the emulated card under torch_npu. The runtime counts events, and this module assigns the counts to
 steps."""
 
 from __future__ import annotations
