@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
 
 
 def summarize(program: Path) -> str:
-    """Return the first line of the program's docstring, without importing the program, which takes seconds."""
+    """Return the first line of a program's docstring without importing the program, which would take seconds."""
     return (ast.get_docstring(ast.parse(program.read_text())) or "").partition("\n")[0]
 
 

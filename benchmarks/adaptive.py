@@ -1,13 +1,14 @@
-"""Measure adaptive verification beside fixed numbers of drafts.
+"""Compare adaptive verification with fixed numbers of drafts.
 
 python -m benchmarks adaptive --json .bench/adaptive.json
 
-For each method, engines live side by side, each in a process of its own, and take turns: no speculation, the method
-with k drafts and with fewer, and adaptive verification with k. A turn is one batch of prompts, past any end token; the
-next turn has other prompts. With --rounds N, a turn has N times as many prompts, and a request starts when one ends.
-The first turns of a batch size, in which the engine learns, are reported apart. Ratios are of neighboring turns.
+For each method, several engines run side by side, each in its own process, and take turns: one without speculation, one
+with k drafts, one with fewer drafts, and one with adaptive verification up to k. In a turn, an engine answers one batch
+of prompts and generates past any end token; the next turn uses other prompts. With --rounds N, a turn has N times as
+many prompts, and a request starts whenever another one ends. The first turns for each batch size, in which the engine
+learns, are reported separately. Ratios compare neighboring turns.
 
-With --size the target and an EAGLE head have that shape and random weights, and drafts are accepted at the given rates:
+With --size, the target and an EAGLE head have that size and random weights, and drafts are accepted at the given rates:
 
 VGS_DEVICE=cuda python -m benchmarks adaptive --size 8b --rates 0.3 0.8 --json .bench/adaptive.json
 """
@@ -27,7 +28,7 @@ from benchmarks.shared.turns import Engine, Turn, interval, parser_of, ratio, si
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": drafting.NGRAM,
-    # Without past answers: turns repeat prompts.
+    # Do not use past answers, because prompts are repeated between turns.
     "suffix": {**drafting.SUFFIX, "suffix_decoding_max_cached_requests": 0},
     "draft_model": drafting.SAME_VOCAB,
     "universal_draft": drafting.OTHER_VOCAB,
@@ -36,7 +37,7 @@ METHODS: dict[str, dict[str, Any]] = {
 PLAIN, ADAPTIVE = "plain", "adaptive"
 PROMISED = 0.97
 PROMPT = 128
-"""Tokens of a prompt, with random weights."""
+"""Number of tokens in a prompt, if weights are random."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -77,8 +78,6 @@ def parse_options() -> argparse.Namespace:
 
 
 def list_setups(drafter: dict[str, Any], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the engine options of each setup."""
-
     def drafts(num_drafts: int, **more: Any) -> dict[str, Any]:
         config = {**drafter, "num_speculative_tokens": num_drafts, **more}
         if "synthetic_acceptance_rates" in config:
@@ -121,13 +120,13 @@ def measure(
     start: Callable[[str, dict[str, Any]], Engine],
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Return a row for each batch size. `what` says what the rows are about."""
+    """Return a row for each batch size. `what` describes the rows."""
     answers = []
     others = {name: setup for name, setup in setups.items() if name != ADAPTIVE}
     with side_by_side() as engines:
         with ThreadPoolExecutor(max_workers=None if dummy.on_accelerator() else 1) as pool:
             engines.update(zip(others, pool.map(start, others, others.values()), strict=True))
-        engines[ADAPTIVE] = start(ADAPTIVE, setups[ADAPTIVE])  # alone, since its warm-up measures the times of steps
+        engines[ADAPTIVE] = start(ADAPTIVE, setups[ADAPTIVE])  # started alone, because its warm-up measures step times
         num_turns = Counter[Engine]()
         for batch in options.batches:
 
@@ -146,7 +145,7 @@ def measure(
 
 
 def compare(turns: list[Turn]) -> dict[str, Any]:
-    """Return speedups over no speculation, and the ratio of adaptive verification to the best fixed choice."""
+    """s|Return the speedups|Return speedups| s|the ratio of adaptive|the ratio of adaptive|"""
     speedups = {name: ratio(turns, name, PLAIN) for name in turns[0]}
     best = max((name for name in speedups if name != ADAPTIVE), key=lambda name: speedups[name][0])
     return {"speedups": speedups, "best": best, "adaptive": ratio(turns, ADAPTIVE, best)}

@@ -1,10 +1,10 @@
-"""Measure filters and sampling on a step's logits, beside upstream's filters on the same logits.
+"""Compare filters and sampling with upstream's filters on the same logits.
 
 python -m benchmarks filters                       # the CPU
 python -m benchmarks filters --device cuda         # replays of CUDA graphs, inputs in turn so that none is in the cache
 
-Logits are as a language model's, or even (a normal distribution, as dummy weights give), at temperature 1. `sample` is
-drawing a token of what top-p kept. Upstream's filters are those of its older runner: `v1/sample/ops`.
+Logits are like those of a language model, or flat (normal, as with dummy weights), at temperature 1. `sample` means
+sampling a token among those that top-p keeps. Upstream's filters are those of its older runner (`v1/sample/ops`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def make_logits(batch: int, vocab: int, even: bool, device: str, seed: int) -> t
 
 
 def milliseconds(run: Run, inputs: list[torch.Tensor]) -> float:
-    """Return the median time for an input."""
+    """Return the median time per input."""
     if inputs[0].device.type == "cpu":
         return _host_milliseconds(run, inputs)
     for one in inputs:
@@ -75,7 +75,7 @@ def _host_milliseconds(run: Run, inputs: list[torch.Tensor]) -> float:
 
 
 def upstream(min_p: float, top_k: int, top_p: float, batch: int, device: str) -> Run | None:
-    """Return upstream's filters, which work in place and get a copy; None for min-p, which is part of its sampler."""
+    """Return upstream's filters, which work in place on a copy, or None for min-p, part of its sampler."""
     if min_p:
         return None
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p

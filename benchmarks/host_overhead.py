@@ -2,9 +2,9 @@
 
 python -m benchmarks host_overhead --json .bench/host_overhead.json
 
-The real runner runs the same step repeatedly, in which every row has k drafts. On a CPU, the models are replaced by
-stand-ins that cost nothing. On an accelerator (VGS_DEVICE=cuda), the model and its drafter have the requested size, and
-calls only launch their work; the time in which the host waits for the device is not overhead and not in the sum.
+The real runner repeats a step in which every row has k drafts. On a CPU, the models are replaced with stand-ins that
+take no time. On an accelerator (VGS_DEVICE=cuda), the model and its drafter have the requested size, and calls only
+launch their work; the time during which the host waits for the device is not overhead and is excluded from the sum.
 """
 
 import argparse
@@ -27,7 +27,7 @@ LIMIT_US = 1500.0
 
 
 class FreeModel:
-    """Stand-in for vLLM's model: the shapes are right, and the values are not used."""
+    """A stand-in for vLLM's model that returns tensors of the correct shapes with arbitrary values."""
 
     VOCAB = 64
 
@@ -80,7 +80,7 @@ def engine(options: argparse.Namespace) -> Any:
 
 
 def free_of_models(runner: Any) -> None:
-    """Replace the models, since on a CPU their time would be the host's."""
+    """Replace the models, because on a CPU they would run on the host and add to its time."""
     for loaded in filter(None, (runner.target, runner.drafter)):
         loaded.model = FreeModel(runner.max_rows, loaded.model.config.hidden_size)
     if runner.drafter is None:
@@ -91,8 +91,8 @@ def free_of_models(runner: Any) -> None:
 
 
 def admit(runner: Any, names: list[str]) -> None:
-    """Add requests with one token of their context left to compute."""
-    # All in the same few blocks: where a row's KV lies makes no difference to the host.
+    """Add requests of which one context token is left to compute."""
+    # All requests use the same few blocks, because the location of a row's KV does not affect the host.
     block_ids = list(range(1, 1 + -(-(CONTEXT + 2 * NUM_DRAFTS) // min(runner.kv_cache.block_sizes))))
     new = [
         NewRequestData(
@@ -131,7 +131,8 @@ def step(runner: Any, tokens: dict[str, int], cached: Any, new: list[Any], draft
 
 
 def measure(runner: Any, phases: Phases, batch: int, steps: int) -> dict[str, Any]:
-    """Return the median microseconds of a step and of its phases. Lengths are reset, so that all steps are alike."""
+    """Return the median microseconds for a step and each of its phases. Lengths are reset so that all steps are
+    equal."""
     names = [f"{batch}-{i}" for i in range(batch)]
     admit(runner, names)
     rows = torch.tensor([runner.requests.by_id[name].row for name in names], device=runner.backend.traits.torch_device)
@@ -140,7 +141,7 @@ def measure(runner: Any, phases: Phases, batch: int, steps: int) -> dict[str, An
     taken = []
     for _ in range(steps):
         runner.requests.computed_R[rows], runner.requests.num_drafts_R[rows] = CONTEXT, NUM_DRAFTS
-        if (history := getattr(runner.drafting, "_history", None)) is not None:  # drafts of the host
+        if (history := getattr(runner.drafting, "_history", None)) is not None:  # drafts of a host drafter
             history._drafts_np[rows.tolist()] = [NUM_DRAFTS, *[1] * NUM_DRAFTS]
         runner.backend.memory.synchronize()
         phases.take()

@@ -1,9 +1,9 @@
-"""Count the operators of a decode step on the emulated Ascend NPU, plain and with drafts.
+"""Count the operators in a decode step on the emulated Ascend NPU, with and without drafts.
 
 VGS_DEVICE=ascend-emulated python -m benchmarks npu_operators MODEL [--json FILE]
 
-One row decodes; with drafts, n-grams on the device and a draft model, which is the target itself, propose k. Names are
-CANN's. What runs within a captured graph is launched by the graph, whatever its number.
+A single row decodes. The drafters are n-grams on the device and a draft model, which is the target itself. Operators
+have CANN's names. Operators in a captured graph are launched by the graph, regardless of their number.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from vllm_gaudi_spec.tools.io.command_line import Parser
 NUM_DRAFTS = 3
 PROMPT = [3 + index % 7 for index in range(40)]
 STEPS_BEFORE = 6
-"""Number of steps of a request after which all further steps are alike."""
+"""Number of steps in a request after which all further steps are equal."""
 
 METHODS: dict[str, dict[str, Any] | None] = {
     "plain": None,

@@ -3,18 +3,19 @@
 python -m benchmarks rejection --json .bench/rejection.json      # a CUDA GPU, minutes
 python -m benchmarks rejection --size tiny                       # anywhere: only whether the rules do what they should
 
-Everybody starts from float32 logits with temperature done, and ends with accepted tokens and their number. Logits are a
-drafter's plus noise; the table has the accepted drafts per row. Upstream's newer sampler does not read the last
-position of a greedy row whose draft it rejected, so it is the faster the less is accepted. Of the drafter's
-distribution everybody has what it keeps: ours float32 probabilities, as upstream's older sampler (`v1/sample`) does;
-its newer one (`v1/worker/gpu`) bfloat16 logits. What the older one copies to separate drafted positions from the last
-is not counted.
+Every sampler starts from float32 logits to which the temperature has been applied and returns the accepted tokens and
+their number. The target's logits are the drafter's plus noise; the table shows the number of accepted drafts per row.
+Upstream's newer sampler does not read the last position of a greedy row in which it rejects a draft, so it is faster if
+fewer drafts are accepted. Each sampler gets the drafter's distribution as its engine stores it: float32 probabilities
+for our samplers and upstream's older one (`v1/sample`), and bfloat16 logits for upstream's newer one (`v1/worker/gpu`).
+The copies with which the older sampler separates drafted positions from the last one are not timed.
 
-A cell is timed as replays of a CUDA graph over several sets of inputs, together larger than the L2 cache unless they
-are tiny. The newer sampler has no strict rule: drafts without a distribution are one-hot to it. `must read` counts
-logits once and the distributions that a rule needs once: one position a row for standard, all for block; for greedy and
-strict, logits up to the first rejection of each row, which are what decides. `sure` is strict with drafts that are all
-right, so that everything has to be read; upstream draws other tokens and has no such case.
+A cell is timed with replays of a CUDA graph over several sets of inputs, which together are larger than the L2 cache
+unless they are tiny. The newer sampler has no strict rule and treats drafts without a distribution as one-hot. `must
+read` includes the logits once and the distributions that a rule needs once: one position per row for standard, and all
+positions for block. For greedy and strict, it includes the logits up to the first rejection in each row, because only
+these affect the result. `sure` is the strict rule with correct drafts, so that everything must be read; upstream
+samples other tokens and has no such case.
 """
 
 from __future__ import annotations
@@ -41,18 +42,16 @@ DRAFTS = (1, 2, 4, 8)
 VOCABS = (32_000, 128_256, 256_000)
 TEMPERATURE = 0.7
 NOISE = 1.0
-# Cells that count: B at least this, and logits over so many bytes.
+# The cells that count have at least this batch size and more than this number of bytes of logits.
 COUNTED_BATCH, COUNTED_BYTES = 8, 64e6
 ASKED = 0.7
-"""The share of this GPU's read bandwidth that a sampler is expected to reach."""
+"""The fraction of the GPU's read bandwidth that a sampler is expected to reach."""
 SET_BYTES, MOST_SETS = 300e6, 16
 SECONDS = 0.004
 TIE = 1e-4
 
 
 class Case(NamedTuple):
-    """The inputs of one measurement."""
-
     rule: str
     logits_BQV: torch.Tensor
     drafts_BK: torch.Tensor
@@ -61,7 +60,7 @@ class Case(NamedTuple):
     keys_B2: torch.Tensor
     positions_BQ: torch.Tensor
     draft_logits_BKV: torch.Tensor | None
-    """Logits in bfloat16, before temperature."""
+    """Logits in bfloat16, before the temperature is applied."""
     draft_probs_BKV: torch.Tensor | None
 
 
@@ -130,7 +129,7 @@ def prepare_newer(case: Case) -> Callable[[], Verification]:
     device = case.logits_BQV.device
     batch, queries, vocab = case.logits_BQV.shape
     logits = case.logits_BQV.view(-1, vocab)
-    # The token before each sampled position: before the first it is no draft.
+    # The token before each sampled position, which is not a draft for the first position.
     before = torch.cat((torch.zeros_like(case.drafts_BK[:, :1]), case.drafts_BK), 1).flatten()
     rows = torch.arange(batch, dtype=torch.int32, device=device)
     starts = torch.arange(0, batch * queries + 1, queries, dtype=torch.int32, device=device)
@@ -195,7 +194,7 @@ def has_rule(sampler: str, rule: str) -> bool:
 
 
 def check_equal(rules: Rules, case: Case) -> int:
-    """Return the number of rows that differ from the reference, and raise if one of them is not a tie."""
+    """Return the number of rows that differ from the reference, and raise an error if one of them is not a tie."""
     found, expected = judge(rules, case), judge(TORCH, case)
     position = torch.arange(found.tokens_BQ.shape[1], device=found.tokens_BQ.device)
     same_number = found.num_sampled_B == expected.num_sampled_B
@@ -203,7 +202,7 @@ def check_equal(rules: Rules, case: Case) -> int:
     differs_B = ~same_number | ((found.tokens_BQ != expected.tokens_BQ) & counted).any(-1)
     num = int(differs_B.sum())
     if case.rule in ("greedy", "strict", "sure"):
-        # Every position is a sample of its own, so the ties can be looked at.
+        # Every position is sampled independently, so ties can be checked.
         scores = case.logits_BQV
         if case.rule != "greedy":
             tokens = torch.arange(scores.shape[2], dtype=torch.int32, device=scores.device)
@@ -218,9 +217,10 @@ def check_equal(rules: Rules, case: Case) -> int:
 
 
 def check_rate(run: Callable[[Case], Verification], rule: str, device: str) -> float:
-    """Check the acceptance rate of the first draft over many rows of a small vocabulary.
+    """Check the acceptance rate of the first draft over many rows with a small vocabulary.
 
-    Return the deviation from the rate that the distributions imply, in standard deviations; raise if it is too large.
+    Return how far the rate deviates from the one that the distributions imply, in standard deviations, and raise an
+    error if it deviates too far.
     """
     case = make_case(rule, 4096, 1, 64, device, seed=5)
     probs = case.logits_BQV[:, 0].softmax(-1)
@@ -244,7 +244,7 @@ def check(rules: Rules, device: str, shapes: list[tuple[int, int, int]]) -> dict
         for rule in RULES
         for shape in shapes
     }
-    # The strict rule's noise is the coupled draft's: its rate is not that of independent draws.
+    # The strict rule uses the same noise as coupled drafts, so its rate is not that of independent samples.
     independent = [rule for rule in RULES if rule not in ("strict", "sure")]
     rates = {f"ours {rule}": check_rate(lambda c: judge(rules, c), rule, device) for rule in independent}
     if device == "cuda":
@@ -259,7 +259,7 @@ def check(rules: Rules, device: str, shapes: list[tuple[int, int, int]]) -> dict
 
 
 def captured_seconds(runs: list[Callable[[], Verification]]) -> float:
-    """Return the seconds of one run, measured by replays of a graph of all runs."""
+    """Return the seconds per run, measured with replays of a graph that contains all runs."""
     for run in runs[:2]:
         run()
     torch.cuda.synchronize()
@@ -297,7 +297,7 @@ class Cell:
     vocab: int
     accepted: float
     seconds: dict[str, float]
-    """Seconds of our sampler and of upstream's newer and older ones."""
+    """Seconds for our sampler and for upstream's newer and older samplers."""
     must_read: float
     logits: int
 
@@ -307,7 +307,7 @@ class Cell:
 
     @property
     def ratio(self) -> float | None:
-        """Return the time of upstream's faster sampler divided by ours, or None without upstream's."""
+        """Return the time of upstream's faster sampler divided by ours, or None if upstream's samplers are missing."""
         upstream = [time for name, time in self.seconds.items() if name != "ours"]
         return min(upstream) / self.seconds["ours"] if upstream else None
 
@@ -317,7 +317,7 @@ class Cell:
 
     @property
     def speed(self) -> float:
-        """Return the bytes of logits divided by the time, whether they are all read or not."""
+        """Return the number of bytes of logits divided by the time, even if some logits are not read."""
         return self.logits / self.seconds["ours"]
 
 

@@ -1,12 +1,12 @@
-"""Compare a block drafter's round with the k steps that an EAGLE head needs for as many drafts.
+"""Compare a block drafter's drafting with the k steps that an EAGLE head needs for the same number of drafts.
 
 python -m benchmarks rounds --json .bench/rounds.json
 VGS_DEVICE=cuda python -m benchmarks rounds --size 8b --json .bench/rounds.json
 
-A round is everything between verification and report: the drafter reads the newly verified tokens and drafts k more.
-Each drafter has an engine in a process of its own, and the engines take turns. On a GPU the time is the device's own.
-Models have the given shape and random weights. DFlash has five layers and reads up to five of the target's; the heads
-have one layer: EAGLE's with the target's vocabulary, EAGLE-3's with up to 32,000 tokens.
+Drafting is everything between verification and report: the drafter reads newly verified tokens and drafts k more. Each
+drafter has an engine in its own process, and the engines take turns. On a GPU, only the device's own time is measured.
+Models have the given size and random weights. DFlash has five layers and reads up to five of the target's. Each head
+has one layer: EAGLE's uses the target's vocabulary, and EAGLE-3's has up to 32,000 tokens.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ METHODS = ("eagle", "eagle3", "dflash")
 BLOCK = "dflash"
 SIZES = ("8b", "1.5b", "small")
 NUM_BLOCK_LAYERS = NUM_READ = 5
-"""Layers of the published drafters for targets of 8B, and layers of the target that they read, at most."""
+"""The maximum number of layers in published drafters for 8B targets, and of target layers that these drafters read."""
 REDUCED_VOCAB = 32000
 FIRST = 3
-"""Rounds at the beginning of a turn that are not counted: those of prompts, and of rows that are not full yet."""
+"""Number of drafting steps at the start of a turn that are not counted, because they follow prompts or because some
+rows are still empty."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -117,7 +118,7 @@ def start(method: str, options: argparse.Namespace, folder: Path) -> Engine:
 
 
 def time_rounds(batch: int, prompt: int, tokens: int, llm: Any) -> float:
-    """Return the median seconds of a round with that many rows."""
+    """Return the median seconds that drafting takes with the given number of rows."""
     proposer = dummy.runner_of(llm).drafting
     propose, marks = proposer.propose, []
 

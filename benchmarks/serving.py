@@ -1,11 +1,11 @@
-"""Compare servers under the traffic of `vllm bench serve`: this platform's, and upstream's.
+"""Compare this platform's server with upstream's under traffic from `vllm bench serve`.
 
 python -m benchmarks serving --rates 0.5 1 2 inf --json .bench/serving.json
 python -m benchmarks serving --rates 1 --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'
 VGS_DEVICE=cuda python -m benchmarks serving --size 8b --rates 4 8 16 inf    # random weights
 
-Prompts and outputs have lengths as in ShareGPT. Servers run side by side and take turns; a turn is the same requests to
-each, greedy and past any end token, at one rate of arrivals. Other arguments go to every server.
+Lengths are as in ShareGPT. Servers run side by side and take turns. In a turn, all servers get the same greedy requests
+at the same arrival rate and generate past any end token. Other arguments are passed to every server.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ FIGURES = (
     *("request_throughput", "output_throughput"),
     *("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms"),
 )
-"""Figures that `vllm bench serve` reports, by its names."""
+"""Figures reported by `vllm bench serve`, under its names."""
 LONGEST_PROMPT = 1024
-"""`vllm bench serve` leaves out longer prompts of ShareGPT."""
+"""`vllm bench serve` omits longer ShareGPT prompts."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -74,7 +74,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def write_requests(file: Path, tokenizer: Any, seed: tuple[int, ...], options: argparse.Namespace) -> None:
-    """Write requests in the form of ShareGPT; the tokenizer counts about as many tokens in them as were drawn."""
+    """Write requests in ShareGPT's format. They have about as many tokens as their random lengths."""
     rng = np.random.default_rng(seed)
     texts = drafting.encode(tokenizer, drafting.texts_named("mixed"), bos=False)
     lengths = [
@@ -135,7 +135,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     ]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as started:
         if options.size:
-            # All tokens that the model generates have a text.
+            # Every token that the model may generate must have a text.
             model = dummy.write_model(Path(folder), options.size, vocab_size=len(encoder))
             words += ["--load-format", "dummy", "--tokenizer", tokenizer]
         servers: dict[str, Running] = {}
@@ -170,7 +170,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 def measure_all(options: argparse.Namespace) -> None:
     common.warn_if_busy()
     if DEVICE == "cpu":
-        preload_openmp()  # for upstream's engines too
+        preload_openmp()  # also used by upstream's engines
     common.LOGS.mkdir(exist_ok=True)
     rows = measure(options)
     show(rows)

@@ -2,11 +2,11 @@
 
 python -m benchmarks speculation --json .bench/speculation.json
 
-k = 3; steps without drafts count. Prints one table in markdown, with 95 % intervals from a bootstrap over the prompts:
-24 repetitive ones and eight fixed openings (which the demo drafters were trained on). Cases that are the same are left
-out: at temperature 0 all drafting is greedy, and greedy or coupled drafts are accepted under the strict rule whatever
-was asked for. Each case is an engine in a process of its own; a case that the report has is not measured again, so an
-interrupted run goes on.
+k is 3, and steps without drafts are included. The output is one Markdown table, with 95 % intervals from a bootstrap
+over prompts: 24 repetitive prompts and eight fixed openings (on which the demo's drafters were trained). Equivalent
+cases are omitted: at temperature 0, drafting is always greedy, and greedy or coupled drafts are always accepted under
+the strict rule. Each case runs in an engine with its own process. Cases that the report already contains are not
+measured again, so that an interrupted run can be continued.
 """
 
 import argparse
@@ -25,7 +25,7 @@ class Drafter(NamedTuple):
     config: dict[str, Any]
     is_model: bool = True
     learns: bool = False
-    """Whether the drafter learns from earlier answers, so that each temperature needs a fresh one."""
+    """Whether the drafter learns from earlier answers, so that each temperature needs a new drafter."""
 
 
 class Way(NamedTuple):
@@ -33,7 +33,7 @@ class Way(NamedTuple):
     rule: str
     config: dict[str, str]
     same_tokens: bool
-    """Whether a seeded request has the same output as without speculation, and not just the same distribution."""
+    """Whether a seeded request has the same output as without speculation, and not only the same distribution."""
 
 
 DRAFTERS = {

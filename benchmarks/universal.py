@@ -1,13 +1,14 @@
-"""Measure the acceptance of a drafter with another tokenizer, for four ways to translate between the vocabularies.
+"""Measure the acceptance of a drafter with another tokenizer, for four ways to translate between vocabularies.
 
 python -m benchmarks universal --json .bench/universal.json --gemma FOLDER
 
-One table, with 95 % intervals from a bootstrap over the prompts: 24 repetitive ones and eight fixed openings (which the
-demo drafters were trained on). Each case is an engine in a process of its own, in which requests ask for k drafts a
-step. What the report has already is not measured again, so an interrupted run goes on.
+The output is one table, with 95 % intervals from a bootstrap over prompts: 24 repetitive prompts and eight fixed
+openings (on which the demo's drafters were trained). Each case runs in an engine with its own process, in which
+requests ask for k drafts per step. Cases that the report already contains are not measured again, so that an
+interrupted run can be continued.
 
-"strings" is upstream's matching of vocabularies, on this engine. FOLDER is Gemma 3 270M, with the demo model as its
-drafter; without --gemma that part is left out.
+"strings" is upstream's matching of vocabularies, run in this engine. FOLDER contains Gemma 3 270M, for which the demo
+model is the drafter; without --gemma, this pair is omitted.
 """
 
 import argparse
@@ -30,7 +31,7 @@ class Pair:
     target: str
     drafter: str
     bos: bool
-    """Whether prompts begin with the target's beginning of text."""
+    """Whether prompts begin with the target's beginning-of-text token."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def pairs(options: argparse.Namespace) -> dict[str, Pair]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the results of one case by number of drafts."""
+    """Return the results of a case by number of drafts."""
     name, method, mode = options.part.split("/")
     pair, temperature = pairs(options)[name], TEMPERATURES[mode]
     from vllm.tokenizers import get_tokenizer
@@ -96,7 +97,7 @@ def ask_engine(
         pair.target,
         config,
         additional_config={"gaudi_spec": how.options},
-        # A drafter that reads in its own tokens may need more of them than the target, and no more than this are kept.
+        # A drafter with its own tokens may need more of them than the target and keeps at most this many.
         max_model_len=2 * (max(map(len, prompts)) + options.tokens),
         max_num_seqs=options.batch_size,
         per_request_spec_decode_metrics="detailed",
@@ -105,9 +106,9 @@ def ask_engine(
 
 
 def match_strings() -> None:
-    """Match vocabularies in this process by the strings that tokenizers show, as upstream's vLLM 0.32 does.
+    """Match vocabularies in this process by the strings that tokenizers display, as in vLLM 0.32.
 
-    A token without a partner is read as the drafter's unknown or end-of-text token.
+    The drafter reads its unknown or end-of-text token in place of tokens without a match.
     """
     from vllm.v1.spec_decode.vocab_mapping import VocabMapping
 

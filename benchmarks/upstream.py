@@ -1,4 +1,4 @@
-"""Compare this platform with upstream's on cells that are drawn at random, or on fixed ones.
+"""Compare this platform with upstream's on random or fixed cells.
 
 python -m benchmarks upstream --cells 12 --seed 7 --json .bench/upstream.json
 VGS_DEVICE=cuda python -m benchmarks upstream --cells 40 --seed 7 --json .bench/upstream.json
@@ -6,11 +6,11 @@ VGS_DEVICE=cuda python -m benchmarks upstream --prompt-lengths 20 --max-prompt-l
 python -m benchmarks upstream --fixed --max-batch 1    # fixed cells, for regressions
 
 A cell is a batch of requests with lengths as in ShareGPT, a method with a number of drafts, and sampling parameters.
-Engines run side by side, each in its own process, and take turns; every turn has new prompts and seeds. A ratio is the
-median over neighboring turns, after three turns of warm-up. Upstream runs as a user starts it, and on a CPU also with
-all cores, on CUDA also with its older model runner. With --size demo the models are the demo model in float32 and its
-drafters; any other size is a shape with random weights, whose drafts are accepted at a given rate. Cells that FILE
-already has are not measured again.
+Engines run side by side, each in its own process, and take turns, and every turn has new prompts and seeds. A ratio is
+the median over neighboring turns, after three turns of warm-up. Upstream runs with its default settings, on a CPU also
+with all cores, and on CUDA also with its older model runner. With --size demo, the models are the demo model in float32
+and its drafters; with any other size, weights are random, and drafts are accepted at a given rate. Cells that FILE
+already contains are not measured again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from vllm_gaudi_spec.tools.io.command_line import Parser
 DEVICE = os.environ.get("VGS_DEVICE") or "cpu"
 OURS = "ours"
 _UPSTREAM = {"VLLM_PLUGINS": "", "VGS_DEVICE": ""}
-# Without FlashInfer, which is not installed with vLLM.
+# FlashInfer is not installed with vLLM.
 _CUDA = {**_UPSTREAM, "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 UPSTREAM: dict[str, dict[str, dict[str, str]]] = {
     "cpu": {
@@ -54,7 +54,7 @@ UPSTREAM: dict[str, dict[str, dict[str, str]]] = {
     },
 }
 CUDA_KERNELS = "vllm._C_stable_libtorch"
-# By upstream's names. Its suffix drafter needs a package besides; ngram_gpu needs Triton there.
+# Methods by upstream's names. Upstream's suffix drafter needs an additional package, and its ngram_gpu needs Triton.
 DEMO_METHODS: dict[str, dict[str, Any] | None] = {
     PLAIN: None,
     "draft_model": drafting.SAME_VOCAB,
@@ -65,7 +65,7 @@ DEMO_METHODS: dict[str, dict[str, Any] | None] = {
 METHODS = (*DEMO_METHODS, "mtp")
 DEMO = "demo"
 REDUCED_VOCAB = 32000
-"""Size of the vocabulary of a drafter that has some of the target's words under other ids."""
+"""Vocabulary size of a drafter that has some of the target's tokens under other IDs."""
 LIMITS = {"cpu": Limits(8, 256, 32), "cuda": Limits(64, 4096, 96)}
 FIXED = {
     "cpu": [
@@ -77,12 +77,12 @@ FIXED = {
     ],
 }
 WARM_UP = 3
-"""Turns of each engine and cell that do not count."""
+"""Number of turns for each engine and cell that are not counted."""
 STEP_TOKENS = 16384
-"""Maximum tokens per step on a card: upstream's offline default on a large GPU, where ours is 8,192."""
+"""Maximum number of tokens per step on a card: upstream's offline default on a large GPU (ours is 8,192)."""
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
 FIGURES = ("step", "whole", "prompts")
-"""Seconds of a decode step in which all requests decode, of the whole batch, and until each has its first token."""
+"""Seconds of a decode step in which all requests decode, of the whole batch, and until all have their first token."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -127,7 +127,7 @@ def parse_options() -> argparse.Namespace:
     if options.size == DEMO:
         possible = tuple(DEMO_METHODS)
     else:
-        # Upstream's CPU platform does not accept drafts at a given rate.
+        # Upstream's CPU platform cannot accept drafts at a given rate.
         possible = METHODS if DEVICE != "cpu" else (PLAIN,)
     options.methods = options.methods or list(possible)
     if unknown := [method for method in options.methods if method not in possible]:
@@ -151,7 +151,7 @@ def add_against(parser: argparse.ArgumentParser) -> None:
 
 
 def keep_only(names: list[str]) -> None:
-    """Compare with these of upstream's engines."""
+    """Compare only with the given upstream engines."""
     if DEVICE in UPSTREAM:
         UPSTREAM[DEVICE] = {name: UPSTREAM[DEVICE][name] for name in names}
 
@@ -160,7 +160,7 @@ def keep_only(names: list[str]) -> None:
 
 
 def run_turn(cell: Cell, seed: tuple[int, ...], texts: str | None, llm: Any) -> dict[str, float]:
-    """Run the cell's requests, past any end token, and return the seconds of `FIGURES`."""
+    """Run the requests of a cell, which generate past any end token, and return the seconds of `FIGURES`."""
     from vllm.sampling_params import RequestOutputKind
 
     encoded = [] if texts is None else drafting.encode(llm.get_tokenizer(), drafting.texts_named(texts), bos=False)
@@ -174,7 +174,7 @@ def run_turn(cell: Cell, seed: tuple[int, ...], texts: str | None, llm: Any) -> 
     for request in requests:
         waiting.add(request[0])
         engine.add_request(*request)
-    # When the last request had its first token, and when steps after it ended, until a request was finished.
+    # The times at which the last request had its first token and at which later steps ended, until a request finished.
     full: list[float] = []
     while engine.has_unfinished_requests():
         outputs = engine.step()
@@ -190,7 +190,7 @@ def run_turn(cell: Cell, seed: tuple[int, ...], texts: str | None, llm: Any) -> 
 
 
 def environments() -> dict[str, dict[str, str]]:
-    """Return the environments of the engines that can run here."""
+    """Return the environments of the engines that can run on this machine."""
     ours = {OURS: {"VLLM_PLUGINS": "gaudi_spec", "VGS_DEVICE": DEVICE}}
     if DEVICE == "cpu" or (DEVICE == "cuda" and find_spec(CUDA_KERNELS)):
         return ours | UPSTREAM[DEVICE]
@@ -200,7 +200,7 @@ def environments() -> dict[str, dict[str, str]]:
 def configure(cells: list[Cell], options: argparse.Namespace, folder: Path) -> tuple[str, dict[str, Any]]:
     """Return the model and the options that all engines of a setup share."""
     method, num_drafts = cells[0].setup
-    # The same for all setups, so that upstream compiles the target once.
+    # Use the same length for all setups, so that upstream compiles the target only once.
     length = max(cell.length for cell in options.chosen)
     settings: dict[str, Any] = {"max_model_len": length, "max_num_seqs": max(cell.batch for cell in options.chosen)}
     if options.size == DEMO:
@@ -218,7 +218,7 @@ def configure(cells: list[Cell], options: argparse.Namespace, folder: Path) -> t
             config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
     if config is not None:
         settings["speculative_config"] = {**config, "num_speculative_tokens": num_drafts}
-    # Engines share the memory: each takes what these cells can fill, and looks for no more.
+    # Engines share the memory, so each of them takes only what these cells can fill.
     most = max(sum(cell.prompts) + cell.batch * (cell.length - max(cell.prompts) + 128) for cell in cells)
     settings["kv_cache_memory_bytes"] = int(1.1 * per_token * (most + length))
     if DEVICE == "cuda":
@@ -227,7 +227,7 @@ def configure(cells: list[Cell], options: argparse.Namespace, folder: Path) -> t
 
 
 def write_models(method: str, size: str, drafter: str, folder: Path) -> tuple[str, dict[str, Any] | None]:
-    """Write a target with random weights and its drafter."""
+    """Write a target with random weights, and its drafter."""
     if method == "mtp":
         mimo = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
         return dummy.write_model(folder, size, **mimo), {"method": "mtp"}
@@ -248,13 +248,13 @@ def write_models(method: str, size: str, drafter: str, folder: Path) -> tuple[st
 
 
 def start(cells: list[Cell], options: argparse.Namespace, folder: Path) -> tuple[dict[str, Engine], dict[str, str]]:
-    """Start the engines of a setup; return them, and why others did not start."""
+    """Start the engines of a setup, and return them and the reasons why others did not start."""
     model, settings = configure(cells, options, folder)
     method, num_drafts = cells[0].setup
 
     def start_one(name: str) -> Engine | str:
         word = name.replace(" ", "-").replace(",", "")
-        # Engines start together, so each has a cache of its own for what upstream compiles.
+        # Engines start at the same time, so each of them has its own cache for upstream's compiler.
         environment = common.QUIET | environments()[name] | {"VLLM_CACHE_ROOT": str(common.LOGS / f"cache-{word}")}
         try:
             log = f"upstream-{method.replace(' ', '-')}-{num_drafts}-{word}"
@@ -271,11 +271,11 @@ def start(cells: list[Cell], options: argparse.Namespace, folder: Path) -> tuple
 
 
 def measure_setup(cells: dict[int, Cell], options: argparse.Namespace, add: Callable[[str, Any], None]) -> None:
-    """Measure the cells of one setup, by their numbers in the draw."""
+    """Measure the cells of a setup, keyed by their number."""
     with tempfile.TemporaryDirectory() as folder, side_by_side() as engines:
         running, absent = start([*cells.values()], options, Path(folder))
         engines.update(running)
-        for name, reason in absent.items():  # not every method is in both of upstream's runners
+        for name, reason in absent.items():  # some methods are missing in one of upstream's runners
             common.log(f"   {name} does not start: {reason}")
         if OURS in absent:
             raise RuntimeError(absent[OURS])
@@ -369,7 +369,7 @@ def show(rows: dict[str, Any], options: argparse.Namespace) -> None:
 def measure_all(options: argparse.Namespace) -> None:
     common.warn_if_busy()
     if DEVICE == "cpu":
-        preload_openmp()  # for upstream's engines too
+        preload_openmp()  # also used by upstream's engines
     options.device_name = dummy.name_device()
     settings = {
         name: getattr(options, name)
@@ -395,6 +395,6 @@ def measure_all(options: argparse.Namespace) -> None:
 
 def main() -> int:
     options = parse_options()
-    # A run that is stopped would leave its engines running.
+    # A run that is stopped would otherwise leave its engines running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return drafting.run_whole(lambda: measure_all(options))

@@ -1,15 +1,16 @@
-"""Compare a [B, k+1] verify step with a plain [B, 1] step, and with the flattened layout.
+"""Compare a [B, k+1] verify step with a plain [B, 1] step and with the flattened layout.
 
 python -m benchmarks verify --json .bench/verify.json
 VGS_DEVICE=cuda python -m benchmarks verify --size 8b --json .bench/verify.json
 
 VGS_DEVICE=hpu python -m benchmarks verify --size 8b --json .bench/verify.json
 
-Runs the runner's own graphs at a chosen context. A step is the forward and the verification after it; on a GPU the time
-is the device's own. Flattened is the layout with one row a token, [B*(k+1), 1], whose rows repeat their request's
-blocks: only its forward differs, so its step is that forward with the rectangle's verification. The roofline is what a
-plain step must read, the weights and the KV of all rows, over the datasheet's bandwidth and over that of a large copy.
-Each graph is made when it is first needed, not in a warm-up.
+This program runs the runner's own graphs with a chosen context. A step consists of the forward pass and the
+verification after it. On a GPU, only the device's own time is measured. "Flattened" is the layout with one row per
+token, [B*(k+1), 1], in which rows repeat the blocks of their request. Only its forward pass differs, so its step is
+that forward pass with the verification of padded rows. The roofline is the time to read what a plain step must read
+(the weights and the KV of all rows) at the datasheet's bandwidth and at that of a large copy. Each graph is captured
+when it is first needed rather than in a warm-up.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ GRIDS = {
     "tiny": {"batches": [1, 4], "contexts": [64, 256]},
 }
 FULL_K = 4
-"""The number of drafts that is measured at every context, and with flattened rows."""
+"""The number of drafts that is measured with every context and with flattened rows."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -68,14 +69,14 @@ def engine(options: argparse.Namespace) -> Any:
     per_token = dummy.kv_bytes(dummy.SIZES[options.size], dummy.DTYPES[options.size])
     return dummy.engine(
         options.size,
-        # What is drafted is not asked here; this drafter has no weights.
+        # The drafts themselves do not matter, and this drafter has no weights.
         {"method": "ngram_gpu", "num_speculative_tokens": max_drafts, "prompt_lookup_max": 3},
         max_model_len=longest,
         max_num_seqs=rows,
         max_num_batched_tokens=max(CHUNK, rows * (1 + max_drafts)),
         kv_cache_memory_bytes=int(1.02 * per_token * (max(options.batches) + 1) * (longest + CHUNK)),
         gaudi_spec={
-            # Of those that verify, and of as many rows flattened.
+            # The batch sizes of verify steps, and the numbers of rows after flattening.
             "batch_buckets": sorted({*options.batches, rows}),
             "prefill_buckets": [min(longest, max(CHUNK, rows * (1 + max_drafts)))],
             "warmup_tokens": 0,
@@ -84,7 +85,7 @@ def engine(options: argparse.Namespace) -> Any:
 
 
 class Steps:
-    """Return steps of requests that share no context, with enough rows to be flattened."""
+    """Steps of requests that share no context, with enough rows for the flattened layout."""
 
     def __init__(self, runner: Any, batches: int, copies: int, longest: int) -> None:
         self._runner = runner
@@ -113,7 +114,7 @@ class Steps:
         )
 
     def set_context(self, context: int, num_drafts: int) -> Callable[[], None]:
-        """Return a function that sets each request's number of drafts and context, one token more for each copy."""
+        """Return a function that sets the number of drafts and the context of each request, one token more per copy."""
         requests = self._runner.requests
         computed_R = torch.zeros_like(requests.computed_R)
         for names in self._rows:
@@ -152,7 +153,7 @@ class Steps:
         return partial(runner.device_step.finish, runner.sampling.make_pass(batch, branch, {}))
 
     def seconds(self, batch: int, context: int, num_drafts: int, repeats: int) -> dict[str, float]:
-        """Return the seconds of a rectangle's forward, of its verification, and of both."""
+        """Return the seconds of the forward pass with padded rows, of its verification, and of both."""
         put = self.set_context(context, num_drafts)
         names = [row[0] for row in self._rows[:batch]]
         forward, finish = self.forward(names, 1 + num_drafts), self.finish(names, 1 + num_drafts)
@@ -168,7 +169,7 @@ class Steps:
         }
 
     def flattened(self, batch: int, context: int, num_drafts: int, repeats: int) -> float:
-        """Return the time of a forward with as many tokens, one per row."""
+        """Return the seconds of a forward pass with the same number of tokens, one per row."""
         put = self.set_context(context, 0)
         names = [name for row in self._rows[:batch] for name in row[: 1 + num_drafts]]
         return dummy.seconds_of(self.forward(names, 1), put, repeats, self._synchronize)
@@ -178,7 +179,7 @@ class Steps:
 
 
 def cells(options: argparse.Namespace) -> list[tuple[int, int, int]]:
-    """Yield batch, context and k: every k at one context, and one k at every context."""
+    """Yield batch size, context and k: every k with one context, and one k with every context."""
     full = FULL_K if FULL_K in options.drafts else options.drafts[-1]
     return [
         (batch, context, k)

@@ -1,6 +1,6 @@
 """Speculative decoding for vLLM on Intel Gaudi, with the two entry points that vLLM calls.
 
-vLLM imports this package while vLLM itself is only partly imported, so this must be cheap and import neither vLLM nor
+vLLM imports this package during its own import, so this module must be cheap to import and must import neither vLLM nor
 torch.
 """
 
@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 
 def platform_plugin() -> str | None:
-    """Return the platform class, or None to let vLLM choose. Entry point `vllm.platform_plugins`."""
+    """Return the platform class, or None to let vLLM choose another platform. Entry point `vllm.platform_plugins`."""
     from vllm_gaudi_spec import upstream, versions
     from vllm_gaudi_spec.device_table import (
         REFUSING_PLATFORM,
@@ -30,22 +30,22 @@ def platform_plugin() -> str | None:
         return REFUSING_PLATFORM
     upstream.admit_domain_libraries_of_other_builds()
     if other_platform_plugins():
-        upstream.end_errors_with_their_message()  # vLLM may refuse to choose between them
+        upstream.end_errors_with_their_message()  # vLLM may reject the combination of platform plugins
     upstream.answer_for_vllm_distribution()
     return platform_class(device)
 
 
 def general_plugin() -> None:
-    """Apply patches in a vLLM process once vLLM has been imported. Entry point `vllm.general_plugins`."""
+    """Apply patches in each vLLM process after vLLM has been imported. Entry point `vllm.general_plugins`."""
     from vllm_gaudi_spec.integrations import vllm_ascend
 
-    if vllm_ascend.is_active():  # it needs another vLLM version, which the code below does not support
+    if vllm_ascend.is_active():  # vllm-ascend needs a vLLM version that the code below does not support
         vllm_ascend.register()
         return
     from vllm_gaudi_spec import versions
 
     if versions.explain_wrong_vllm() is not None:
-        return  # the platform has already logged this, and its modules may not load with this vLLM
+        return  # the platform has already logged the reason, and its modules may fail to load with this vLLM release
     from vllm_gaudi_spec.platforms import base
 
     if base.is_active():

@@ -20,16 +20,16 @@ ADDITIONAL_CONFIG_KEY = "gaudi_spec"
 class UnsupportedConfigError(ValueError):
     """Raised for configurations that this platform does not support. The message names the option to change.
 
-    Pydantic catches this error in vLLM's configurations, and `upstream.raise_refusals_unchanged` raises it again.
+    Pydantic catches this error in vLLM's configurations; `upstream.raise_refusals_unchanged` then raises it unchanged.
     """
 
 
 class UnusableInstallationError(UnsupportedConfigError):
-    """Raised if vLLM cannot run at all. The message contains the remedy, so no traceback is needed."""
+    """Raised if vLLM cannot run with this installation. The message contains the remedy, so no traceback is printed."""
 
 
 def in_one_line(error: BaseException) -> str:
-    """Format an error as a single line, to print at the end of the output."""
+    """Format an error as a single line, which is printed last."""
     details = getattr(error, "errors", None)  # pydantic's list of validation errors
     if callable(details):
         message = "; ".join(": ".join([*map(str, item["loc"]), item["msg"]]) for item in details())
@@ -45,11 +45,11 @@ def format_size(num_bytes: int) -> str:
 
 
 OTHER_MODEL = "use a model in bfloat16 or float16"
-"""The remedy to suggest if a quantized checkpoint cannot be read."""
+"""The remedy suggested when a quantized checkpoint cannot be read."""
 
 
 def explain_pickled_weights(model: str, file: str | Path) -> str:
-    """Return an explanation of why pickled weights are not read."""
+    """Return a message that explains why pickled weights are not loaded."""
     return (
         f"The weights of {model} are pickles ({Path(file).name}), and reading a pickle runs code in it; "
         "give a folder with *.safetensors (see SECURITY.md for how to make them)."
@@ -57,21 +57,21 @@ def explain_pickled_weights(model: str, file: str | Path) -> str:
 
 
 REFUSED_ADAPTER = "cannot be served"
-"""Part of every message about an invalid LoRA adapter. The server matches this text, since it receives only text."""
+"""Part of every message about an invalid LoRA adapter. The server matches this text, because it receives only text."""
 
 
 def ranks_in_step(vllm_config: VllmConfig, model: ModelConfig | None = None) -> int:
-    """Return the number of data-parallel ranks that run each forward pass together, which is 1 without experts.
+    """Return the number of data-parallel ranks that run forward passes together, which is 1 for models without experts.
 
     Args:
-        model: The model to check, if it is not the one in the configuration, such as a head.
+        model: The model to check, if it differs from the one in the configuration, such as a draft head.
     """
     parallel, model = vllm_config.parallel_config, model or vllm_config.model_config
     return parallel.data_parallel_size if model is not None and model.is_moe else 1
 
 
 def get_target_config(vllm_config: VllmConfig) -> ModelConfig:
-    """Return the target's configuration. In a drafter's copy of `vllm_config`, `model_config` is the drafter's."""
+    """Return the target's configuration. In a drafter's copy of `vllm_config`, `model_config` describes the drafter."""
     spec_config = vllm_config.speculative_config
     target = None if spec_config is None else spec_config.target_model_config
     return target or vllm_config.model_config  # `target_model_config` is not set for n-gram, suffix and custom drafters
@@ -79,38 +79,38 @@ def get_target_config(vllm_config: VllmConfig) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options in `additional_config["gaudi_spec"]`. None stands for the device's default."""
+    """Options in `additional_config["gaudi_spec"]`. None selects the device's default."""
 
     batch_buckets: tuple[int, ...] | None = None
     """Decode batch sizes. Each decode step is padded to one of them."""
     prefill_buckets: tuple[int, ...] | None = None
     """Prompt chunk lengths. Each chunk is padded to one of them."""
     block_buckets: tuple[int, ...] | None = None
-    """Total numbers of KV blocks in a decode step (Gaudi only). Each decode step is padded to one of them."""
+    """Total numbers of KV blocks in decode steps (Gaudi only). Each decode step is padded to one of them."""
     prefill_rows: tuple[int, ...] | None = None
     """Numbers of prompt chunks that may share a forward pass."""
     warmup_tokens: int | None = None
-    """Warm-up runs shapes with up to this many tokens and only lists larger ones. -1 runs all shapes. The default is 16
-    on a CPU and -1 elsewhere."""
+    """The maximum number of tokens in the shapes that warm-up runs; larger shapes are only listed. -1 runs all shapes.
+    The default is 16 on a CPU and -1 elsewhere."""
     universal_context: str | None = None
     """How a drafter with another vocabulary reads the context: `map` token IDs (default) or `retokenize` the text."""
     universal_match: str | None = None
     """How such a drafter's drafts become target tokens: `tli` (default) drafts only tokens in both vocabularies;
     `slem` drafts any token and tokenizes the drafted text for the target."""
     universal_kv_len: int | None = None
-    """Maximum number of its own tokens that the drafter keeps per request with `retokenize`. The default is 2048 or
-    twice `--max-model-len`, whichever is smaller."""
+    """Maximum number of drafter tokens kept per request with `retokenize`. The default is 2048 or twice
+    `--max-model-len`, whichever is smaller."""
     state_snapshots: int | None = None
     """The number of recurrent states that the prefix cache keeps, for models that have them. The default is
     `--max-num-seqs`, but at most 32."""
     audit_every: int = 0
-    """In idle steps, decode one in this many requests again without drafts and compare results. 0 disables audits."""
+    """When the engine is idle, decode one in this many requests again without drafts and compare the results."""
     cpu_weights: str | None = None
-    """The format of linear weights on a CPU: `float32` or `float16`. The default is float32. Small steps
-    then use an additional float16 copy of each matrix that float16 represents exactly."""
+    """The format of linear weights on a CPU: `float32` or `float16`. The default is float32. Steps with few tokens then
+    use an additional float16 copy of each matrix that float16 represents exactly."""
     weight_kernels: str | None = None
-    """How quantized checkpoints run: `reference` dequantizes them at load, and `native` uses the device's kernels for
-    their format. The default is `native` if the device has such kernels."""
+    """How quantized checkpoints run: `reference` dequantizes weights while loading, and `native` uses the device's
+    kernels for the format. The default is `native` if the device has such kernels."""
     draft_quant_config: str | None = None
     """The drafter's quantization file. The environment variable QUANT_CONFIG names the target's file."""
 
@@ -136,7 +136,7 @@ class Options:
 
 
 def _guess_meaning(key: str, options: list[str]) -> str | None:
-    """Return the key that an unknown key in `additional_config` was probably meant to be, or None."""
+    """Return the option that an unknown key in `additional_config` probably refers to, or None."""
     if key in options:
         return f"additional_config.{ADDITIONAL_CONFIG_KEY}.{key}"
     if key != ADDITIONAL_CONFIG_KEY and get_close_matches(str(key).lower(), [ADDITIONAL_CONFIG_KEY]):
@@ -145,7 +145,7 @@ def _guess_meaning(key: str, options: list[str]) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """Format a user's value for a message, on one line and with limited length."""
+    """Format a user's value for a message: on one line, and shortened if necessary."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
@@ -165,7 +165,7 @@ MAP, RETOKENIZE = "map", "retokenize"
 TLI, SLEM = "tli", "slem"
 FLOAT32, FLOAT16 = "float32", "float16"
 FP8_KV = "fp8_e4m3"
-"""The only --kv-cache-dtype supported besides the model's dtype. vLLM's other e4m3 names are mapped to this one."""
+"""The only supported --kv-cache-dtype besides the model's dtype. vLLM's other names for e4m3 are mapped to it."""
 REFERENCE, NATIVE = "reference", "native"
 GAUDI2, GAUDI3 = "gaudi2", "gaudi3"
 E4M3_MAX = {GAUDI2: 240.0, GAUDI3: 448.0}
@@ -173,7 +173,7 @@ E4M3_MAX = {GAUDI2: 240.0, GAUDI3: 448.0}
 GAUDIS = tuple(E4M3_MAX)
 
 Check = tuple[str, Callable[[Any], bool]]
-"""A description of an option's valid values, and a function that checks whether a value is valid."""
+"""A description of an option's valid values, and a function that checks a value."""
 
 
 def _one_of(*values: str) -> Check:
@@ -217,21 +217,21 @@ def _read_option(name: str, value: Any) -> Any:
 
 
 MAX_DRAFTS = 16
-"""The maximum number of drafts for a request in one step."""
+"""The maximum number of draft tokens per request in one step."""
 
 # Limits per request. The first two equal the limits in vLLM's GPU sampler for logit_bias and bad_words.
 MAX_LOGIT_EDITS = 1024
-"""The number of biased tokens, bad-word spellings, and end tokens that min_tokens suppresses, counted together."""
+"""Maximum number of biased tokens, bad-word spellings, and end tokens suppressed by min_tokens, counted together."""
 MAX_BAD_WORD_TOKENS = 1024
-"""The number of tokens in all spellings of all bad words."""
+"""The maximum number of tokens in all spellings of all bad words."""
 MAX_BAD_WORD_TEXT = 16 * MAX_BAD_WORD_TOKENS
-"""The number of characters in bad words, checked before they are tokenized."""
+"""The maximum number of characters in bad words, which is checked before they are tokenized."""
 MAX_CONSTRAINT_TEXT = 256 * 1024
-"""The number of characters in a JSON schema, regex, grammar or list of choices. Compiling a larger one takes seconds
-and more than 64 MiB, which would delay other requests."""
+"""The maximum number of characters in a JSON schema, regex, grammar or list of choices. Compiling a longer one takes
+seconds and more than 64 MiB, which would delay other requests."""
 
 REQUEST_OPTION = "num_speculative_tokens"
-"""The key in a request's `extra_args` (`vllm_xargs` over HTTP) for its maximum number of drafts per step."""
+"""The key in a request's `extra_args` (`vllm_xargs` over HTTP) that sets its maximum number of drafts per step."""
 
 
 UNIVERSAL_DRAFT = "universal_draft"
@@ -243,11 +243,11 @@ IS_UNIVERSAL, LM_HEAD_QUANTIZATION = "gaudi_spec_universal_draft", "gaudi_spec_l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """The parts of vLLM's `speculative_config` that the runner needs."""
+    """The settings from vLLM's `speculative_config` that the runner uses."""
 
     method: str
     num_drafts: int
-    """k: the maximum number of drafts per row in a step."""
+    """k: the maximum number of draft tokens per row in a step."""
     rule: str
     """`rejection_sample_method`: one of `RULES`."""
     drafting: str
@@ -259,23 +259,23 @@ class Speculation:
     universal_context: str = MAP
     """How the drafter reads the context: `map` or `retokenize`."""
     universal_match: str = TLI
-    """How drafts become target tokens: `tli` or `slem`."""
+    """How drafts are converted to target tokens: `tli` or `slem`."""
     universal_kv_len: int = 0
-    """Maximum number of its own tokens that the drafter keeps per request with `retokenize`."""
+    """Maximum number of drafter tokens kept per request with `retokenize`."""
     smaller_widths: tuple[int, ...] = ()
-    """Numbers of drafts per row below k that have decode shapes, in ascending order."""
+    """The numbers of drafts per row, below k, for which decode shapes exist, in ascending order."""
     is_adaptive: bool = False
     """`enable_adaptive_verification`: whether the engine chooses how many drafts per row a step verifies."""
     synthetic_rates: tuple[float, ...] = ()
-    """For the synthetic rule: the probability that the first i + 1 drafts are all accepted."""
+    """For the synthetic rule: for each i, the probability that the first i + 1 drafts are all accepted."""
     mask_token: int | None = None
-    """ID that stands for unknown tokens in the drafter's input in parallel drafting. None if the checkpoint does not
-    specify one."""
+    """The token ID that replaces unknown tokens in the drafter's input during parallel drafting. None if the checkpoint
+    does not specify one."""
     block_size: int = 0
-    """Number of tokens in a block drafter's block. 0 for other drafters."""
+    """Number of tokens in a block drafter's block, or 0 for other drafters."""
 
     def __post_init__(self) -> None:
-        if self.rule not in RULES:  # one of vLLM's rules that we do not support
+        if self.rule not in RULES:  # vLLM supports this rule, but this plugin does not
             raise UnsupportedConfigError(
                 f"rejection_sample_method {self.rule} is not known here; use one of {', '.join(RULES)} in "
                 "--speculative-config."
@@ -283,17 +283,17 @@ class Speculation:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Return the numbers of drafts per row that have decode shapes, in ascending order."""
+        """Return the numbers of drafts per row for which decode shapes exist, in ascending order."""
         return (*self.smaller_widths, self.num_drafts)
 
     @property
     def retokenizes(self) -> bool:
-        """Whether the drafter reads the text using its own tokens, which the host stores."""
+        """Whether the drafter reads the text in its own tokens, which are stored on the host."""
         return self.universal and self.universal_context == RETOKENIZE
 
     @property
     def on_device(self) -> bool:
-        """Whether drafts are made on the device between steps, as async scheduling requires."""
+        """Whether drafts are generated on the device between steps, as async scheduling requires."""
         return self.needs_device and not self.retokenizes
 
     @property
@@ -302,10 +302,10 @@ class Speculation:
         return METHODS[self.method].on_device
 
     def longest(self, max_model_len: int) -> int:
-        """Return the maximum combined length of a row's context and drafts."""
-        # A verify step adds one token besides its drafts. This token may take the model's last position.
+        """Return the maximum length of a row's context and drafts combined."""
+        # A verify step adds one token besides its drafts, and this token may take the model's last position.
         longest = max_model_len - 1
-        # A drafter that counts its own tokens applies its own limit.
+        # A drafter that counts its own tokens enforces its own limit.
         if self.retokenizes or self.drafter_max_len is None:
             return longest
         return min(longest, self.drafter_max_len)
@@ -315,17 +315,17 @@ class Speculation:
         longest = self.longest(max_model_len)
         if not self.block_size:
             return longest
-        # A block begins with the newest token, and the drafter needs a position for each of its tokens.
+        # A block begins with the newest token, and the drafter needs a position for each token in the block.
         return min(longest, min(self.drafter_max_len or max_model_len, max_model_len) + 2 - self.block_size)
 
     @property
     def keeps_probs(self) -> bool:
-        """Whether the rule reads the distributions that drafts were sampled from."""
+        """Whether the rule reads the distributions from which drafts were sampled."""
         return self.drafting == "probabilistic" and RULES[self.rule].needs_probs
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Speculation | None:
-        """Return the speculation settings in a configuration, or None without speculation."""
+        """Return the speculation settings from a configuration, or None without speculation."""
         spec_config = vllm_config.speculative_config
         if spec_config is None:
             return None
@@ -359,11 +359,11 @@ _GOLDEN_RATIO = (1 + 5**0.5) / 2
 
 
 def _list_smaller_widths(spec_config: SpeculativeConfig, max_rows: int) -> tuple[int, ...]:
-    """Return the numbers of drafts per row, from 1 to k - 1, that a step may verify.
+    """Return the numbers of drafts per row between 1 and k - 1 that a step may verify.
 
-    Adaptive verification chooses among numbers of positions per row that grow by the golden ratio. Each choice needs
-    its own graphs, so there should be few. With powers of two, however, the best number would often be far from every
-    choice.
+    The numbers of positions per row that adaptive verification chooses among grow by the golden ratio. Every number
+    needs its own graphs, so there should be few. With powers of two, however, the best number would often be far from
+    every available one.
     """
     num_drafts = spec_config.num_speculative_tokens
     schedule = spec_config.num_speculative_tokens_per_batch_size or ()
@@ -375,12 +375,12 @@ def _list_smaller_widths(spec_config: SpeculativeConfig, max_rows: int) -> tuple
     return tuple(sorted(width for width in widths if 0 < width < num_drafts))
 
 
-# Names of the mask token in checkpoints: speculators and DFlash, PARD, P-EAGLE, DSpark.
+# Names of the mask token in checkpoints, in this order: speculators and DFlash, PARD, P-EAGLE, DSpark.
 _MASK_TOKEN_NAMES = ("mask_token_id", "pard_token", "ptd_token_id", "dspark_noise_token_id")
 
 
 def find_mask_token(spec_config: SpeculativeConfig) -> int | None:
-    """Return the mask token for a parallel drafter, or None."""
+    """Return the ID of a parallel drafter's mask token, or None."""
     if not (spec_config.parallel_drafting and has_model(spec_config.method)):
         return None
     config = spec_config.draft_model_config.hf_config
@@ -389,9 +389,9 @@ def find_mask_token(spec_config: SpeculativeConfig) -> int | None:
 
 
 def count_mtp_layers(spec_config: SpeculativeConfig) -> int:
-    """Return the number of MTP layers in a checkpoint, or 1 if it is not specified.
+    """Return the number of MTP layers in a checkpoint, or 1 if the checkpoint does not specify it.
 
-    vLLM's `n_predict` does not cover GLM-OCR, whose number of layers is in the text model's configuration.
+    vLLM's `n_predict` is not set for GLM-OCR, which stores the number of layers in the text model's configuration.
     """
     config = spec_config.draft_model_config.hf_config
     text_config = getattr(config, "text_config", None)
@@ -399,7 +399,7 @@ def count_mtp_layers(spec_config: SpeculativeConfig) -> int:
 
 
 def _count_block_tokens(spec_config: SpeculativeConfig) -> int:
-    """Return the number of tokens in a block, or 0 for drafters that do not fill blocks."""
+    """Return the number of tokens in a block, or 0 for drafters other than block drafters."""
     method = METHODS.get(spec_config.method)
     if method is None or not method.fills_block:
         return 0
@@ -409,9 +409,9 @@ def _count_block_tokens(spec_config: SpeculativeConfig) -> int:
 
 
 def _choose_drafter_kv_len(vllm_config: VllmConfig, options: Options) -> int:
-    """Return how many of its own tokens the drafter keeps per request.
+    """Return the maximum number of drafter tokens kept per request.
 
-    A text may consist of more drafter tokens than target tokens, but vLLM limits the drafter's context to the target's.
+    A text may have more drafter tokens than target tokens, but vLLM limits the drafter's context to the target's.
     """
     spec_config = vllm_config.speculative_config
     model = spec_config.draft_model_config

@@ -1,9 +1,9 @@
-"""Device tables with one row per running request, written when a request is admitted.
+"""Device tables with one row per running request, which are written when a request is admitted.
 
-The host records which rows changed, and `flush` copies only those rows to the device before the next step reads them. A
+The host tracks which rows have changed, and `flush` copies only those rows to the device before the next step. Each
 step gathers its rows on the device instead of copying data that changes only at admission.
 
-R: rows in the request state. N: rows that are written together. X: row shape.
+R: rows in the request state. N: rows written together. X: row shape.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ def group_rows(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
 
 
 def group_sizes(max_rows: int) -> tuple[int, ...]:
-    """Return the group sizes that `group_rows` yields for up to `max_rows` rows."""
     return (1,) if max_rows < _ROWS_AT_ONCE else (1, _ROWS_AT_ONCE)
 
 
 class DeviceRows:
     def __init__(self, backend: DeviceBackend, max_rows: int, *defaults: np.ndarray) -> None:
-        """Create tables with default values, whose rows are written together.
+        """Create tables filled with default values, whose rows are written together.
 
-        `defaults` holds the values for a row without a request; the padding row, `max_rows`, always has these values.
+        `defaults` contains the values for a row without a request, which the padding row, `max_rows`, always has.
         """
         self._upload = backend.memory.upload
         self._max_rows = max_rows
@@ -52,7 +51,7 @@ class DeviceRows:
             return [rows_NX.contiguous().to(backend.traits.torch_device) for rows_NX in rows]
 
         self.tables = repeat(max_rows + 1)
-        """The tables from which graphs gather rows. They are always the same tensors."""
+        """The tables from which graphs gather rows. These tensors are never replaced."""
         self.table_RX = self.tables[0]
         self._default_NX = {size: repeat(size) for size in group_sizes(max_rows)}
         self._changed: dict[int, tuple[np.ndarray | None, ...]] = {}
@@ -62,14 +61,14 @@ class DeviceRows:
 
     @staticmethod
     def count_bytes(max_rows: int, *defaults: np.ndarray) -> int:
-        """Return the total size of the tables and of the default rows stored separately."""
+        """Return the total size in bytes of the tables and the separately stored default rows."""
         num_rows = max_rows + 1 + sum(group_sizes(max_rows))
         return num_rows * sum(default_X.nbytes for default_X in defaults)
 
     def set(self, row: int, *values: np.ndarray | None) -> None:
-        """Set a row in each table, where None stands for the default.
+        """Set a row in each table. None stands for the table's default.
 
-        A row that already has the defaults in all tables is not copied again.
+        A row that already has the default in every table is not copied again.
         """
         differs = any(values_X is not None for values_X in values)
         if differs or row in self._differs:
@@ -77,20 +76,20 @@ class DeviceRows:
             (self._differs.add if differs else self._differs.discard)(row)
 
     def flush(self) -> None:
-        """Copy the changed rows to the device. This is a no-op in steps without admissions."""
+        """Copy the changed rows to the device. Steps without admissions copy nothing."""
         for group in group_rows(list(self._changed.items())):
             self._write([row for row, _ in group], [values for _, values in group])
             for row, _ in group:  # if writing a later group fails, the next call writes the remaining rows
                 del self._changed[row]
 
     def warm_up(self) -> None:
-        """Run the writes that an admission needs, on the padding row."""
+        """Run on the padding row the writes that an admission needs."""
         for size in group_sizes(self._max_rows):
-            # Use copies of the defaults, because a replay may overwrite the inputs with which a graph was captured.
+            # Use copies of the defaults, because a replay may overwrite the inputs of the captured run.
             self._write([self._max_rows] * size, [self._defaults] * size)
 
     def _write(self, rows: list[int], values: Sequence[tuple[np.ndarray | None, ...]]) -> None:
-        """Write rows without uploading anything for tables in which every row has the default."""
+        """Write rows, without copying anything for tables in which all of them have the default."""
         inputs = [self._upload(torch.tensor(rows))]
         tables = zip(self._defaults, self._default_NX[len(rows)], zip(*values, strict=True), strict=True)
         for default_X, default_NX, each in tables:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 PLUGIN = "gaudi_spec"
-"""The name by which vLLM knows this package."""
+"""The plugin name under which vLLM knows this package."""
 _FOLDER = "vllm_gaudi_spec.devices"
 
 EMULATOR = "card_emulator"
@@ -30,21 +30,21 @@ class Device(NamedTuple):
     backend: str
     """The module in `devices/` whose `make_backend` returns the device's backend."""
     platform: str
-    """The module in `devices/` and the platform class through which vLLM sees the device."""
+    """The module in `devices/` and the name of the vLLM platform class that it defines."""
     title: str
-    """The card's name in messages."""
+    """The device's name in messages."""
     software: str | None = None
-    """The package in the vendor's image without which the card cannot be used."""
+    """The package in the vendor's image that the device requires."""
     nodes: tuple[tuple[str, str], ...] = ()
-    """Where the driver exposes cards: folders and file name patterns."""
+    """Where the driver creates device files: folders and file name patterns."""
     computes_on_host: bool = False
-    """Whether the device uses the host's memory and cores, like the CPU and emulated cards."""
+    """Whether the device uses the host's memory and cores, as the CPU and emulated cards do."""
     has_graph_check: bool = False
     """Whether `graph-check` can count graphs that are compiled or captured after warm-up."""
 
 
-# The keys are the values of VGS_DEVICE. An entry is all that a device needs outside its folder. If there are several
-# kinds of cards, the first one listed is used.
+# The keys are the values of VGS_DEVICE. An entry contains everything that a device needs outside its folder. If a
+# machine has several kinds of cards, the one listed first is used.
 DEVICES = {
     "cpu": Device("cpu.backend", "cpu.platform.CpuSpecPlatform", "CPU", computes_on_host=True),
     "hpu": Device(
@@ -52,7 +52,7 @@ DEVICES = {
         "hpu.platform.HpuSpecPlatform",
         "Gaudi",
         "habana_frameworks",
-        # The first entry is for current drivers, and the second for drivers that predate Linux's accelerator class.
+        # The first pattern is for current drivers, and the second for drivers older than Linux's accelerator class.
         (("/dev/accel", "accel[0-9]*"), ("/dev", "hl[0-9]*")),
         has_graph_check=True,
     ),
@@ -78,17 +78,17 @@ DEVICES = {
 }
 
 
-# The platform for other vLLM releases. Importing its module raises the error that explains the rejection.
+# The platform for unsupported vLLM releases. Importing its module raises an error with the reason.
 REFUSING_PLATFORM = "vllm_gaudi_spec.platforms.refusing.Platform"
 
 
 def is_requested() -> bool:
-    """Whether the user explicitly requested this platform instead of only installing it."""
+    """Whether the user explicitly requested this platform, as opposed to only installing it."""
     return environment.DEVICE.value is not None or PLUGIN in (environment.list_allowed_plugins() or ())
 
 
 def choose_device() -> str | None:
-    """Return the device for this process, or None if another platform plugin should serve it."""
+    """Return the device for this process, or None to leave it to another platform plugin."""
     if (requested := environment.DEVICE.value) is not None:
         return requested
     if others := other_platform_plugins():
@@ -99,9 +99,9 @@ def choose_device() -> str | None:
 
 @cache
 def has_card(device: str) -> bool:
-    """Whether there is a card and its software.
+    """Whether a card and its software are present.
 
-    This opens nothing and raises nothing, because it is called while vLLM is still being imported.
+    This function opens no device and raises no error, because it is called while vLLM is still being imported.
     """
     try:
         return missing_software(device) is None and bool(cards(device))
@@ -110,7 +110,7 @@ def has_card(device: str) -> bool:
 
 
 def missing_software(device: str) -> str | None:
-    """Return the package that a card needs if it is not installed, or None."""
+    """Return the package that a card requires if it is not installed, or None."""
     software = DEVICES[device].software
     return software if software is not None and find_spec(software) is None else None
 
@@ -135,7 +135,7 @@ def other_platform_plugins() -> tuple[str, ...]:
 @cache
 def _log_inactive(others: tuple[str, ...]) -> None:
     logger = logging.getLogger("vllm")
-    if others == ("ascend",):  # integrations/ later logs whether this package is used
+    if others == ("ascend",):  # integrations/ logs later whether this package is used
         logger.info("The platforms of vllm_gaudi_spec are inactive because vllm-ascend is installed.")
     else:
         logger.warning(
@@ -153,7 +153,7 @@ def log_wrong_vllm(reason: str) -> None:
 def platform_class(device: str) -> str:
     """Return a device's platform class.
 
-    For an unknown device, this is the CPU's class, which rejects it: vLLM suppresses exceptions from plugins.
+    For an unknown device, return the CPU's class, which rejects it: vLLM suppresses exceptions from plugins.
     """
     return f"{_FOLDER}.{DEVICES.get(device, DEVICES['cpu']).platform}"
 
@@ -166,7 +166,7 @@ def refuse_unknown_device() -> None:
 
 @cache
 def load_backend(device: str | None = None) -> DeviceBackend:
-    """Return a device's backend, by default the backend for this process. It is created only once."""
+    """Return a device's backend, by default the one for this process. The backend is created only once."""
     name = device or choose_device() or "cpu"
     try:
         backend: DeviceBackend = importlib.import_module(f"{_FOLDER}.{DEVICES[name].backend}").make_backend()
@@ -178,6 +178,6 @@ def load_backend(device: str | None = None) -> DeviceBackend:
 
 
 def describe_device() -> dict[str, str]:
-    """Return the device and mode as printed in reports."""
+    """Return the device and mode for use in reports."""
     backend = load_backend()
     return {"device": backend.traits.name, "mode": backend.traits.mode}

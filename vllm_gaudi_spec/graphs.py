@@ -1,4 +1,4 @@
-"""Step signatures, the warm-up jobs that create them, and the recorder that reports new ones after warm-up."""
+"""Step signatures, the warm-up runs that create them, and the recorder that reports new signatures after warm-up."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _ASK_EVERY = 16
-"""Number of steps between queries for the device's count of compiled graphs, as a query may be slow."""
+"""Number of steps between queries of the device's number of compiled graphs, because a query may be slow."""
 
 
 DRAFTS, PROMPT_LOGPROBS = "rounds of drafts", "prompt logprobs"
 PROMPT_CHUNKS, DRAFTERS_READS = "prompt chunks", "drafter's reads"
-"""Kinds of jobs whose size `--max-num-batched-tokens` limits."""
+"""Kinds of warm-up runs whose size is limited by `--max-num-batched-tokens`."""
 ENCODERS = "encoders"
-"""Image encoder jobs, whose size the model's processor limits."""
+"""Warm-up runs of image encoders, whose size is limited by the model's processor."""
 
 
 class Job(NamedTuple):
-    """A warm-up run on padding that uses the same functions as serving."""
+    """A warm-up run on padding, which uses the same functions as serving."""
 
     kind: str
     """Name shown in the warm-up progress bar."""
     run: Callable[[], object]
     signatures: tuple[Hashable, ...] = ()
-    """Step signatures created by the run; empty if it only changes state. The manifest contains those of all jobs."""
+    """Signatures of the steps that the run creates, or empty if the run only changes state. The manifest contains the
+    signatures of all runs."""
     num_tokens: int = 0
-    """Number of tokens, compared with the option `warmup_tokens`."""
+    """Number of tokens in the run, which is compared with the option `warmup_tokens`."""
     is_common: bool = True
-    """False for jobs for sampling branches other than the greedy one, which run only if warm-up has no limit."""
+    """False for runs of sampling branches other than the greedy one, which are skipped if warm-up has a limit."""
 
 
 def report_sizes(shape: SampleShape, branch: Branch) -> tuple[Hashable, ...]:
-    """Return the sizes of the tensors in a step's report."""
     return shape.rows, shape.queries, branch.select_reports()
 
 
@@ -67,19 +67,19 @@ class StepRecorder:
         self._syncs_before = 0
         self._compiled = 0
         self.coverage: Mapping[str, float] = {}
-        """Fraction of the output covered by each vocabulary, set once when the drafter is loaded."""
+        """Fraction of the output that each vocabulary covers, which is set when the drafter is loaded."""
         self.step_times: Mapping[int, Sequence[float]] = {}
-        """Seconds per decode step for adaptive verification (`WorkerCounts`), set once at the end of warm-up."""
+        """Seconds per decode step for adaptive verification (`WorkerCounts`), which are set at the end of warm-up."""
 
     def expect(self, signatures: Iterable[Hashable]) -> None:
-        """Add signatures that the configuration can reach, including those whose jobs warm-up only lists."""
+        """Add the signatures that can occur with the configuration, including those that warm-up only lists."""
         self.manifest.update(signatures)
 
     def warm_up_done(self, num_host_syncs: int) -> None:
-        """Start counting steps. `num_host_syncs` is the number of earlier device-to-host syncs, which are excluded."""
+        """Start counting steps. Earlier device-to-host syncs, of which there were `num_host_syncs`, are not counted."""
         self.warmed, self._seen = self._seen, set()
         self._syncs_before = num_host_syncs
-        # Reset the counter, which warm-up steps have increased for graphs compiled in warm-up.
+        # Reset the counter, because warm-up steps have counted the graphs compiled in warm-up.
         self._compiled = 0
 
     def saw(self, signature: Hashable) -> None:
@@ -97,17 +97,17 @@ class StepRecorder:
         self.num_steps += 1
 
     def count_prefill(self, num_tokens: int, num_computed: int) -> None:
-        """Count the real tokens in a rectangle of prompt chunks and all tokens that the device computes for it."""
+        """Count the real tokens in a batch of prompt chunks, and all tokens that the device computes for that batch."""
         self._num_prefill_tokens += num_tokens
         self._num_prefill_padding += num_computed - num_tokens
 
     def make_counts(self, backend: DeviceBackend, *, is_last: bool = False) -> WorkerCounts:
         """Return the counters that a step reports to the scheduler.
 
-        If `is_last` is true, the next step may not come for a long time.
+        If `is_last` is true, it may be a long time before the next step.
         """
         if is_last or self.num_steps % _ASK_EVERY == 0:
-            # A counter that was reset or cannot be read returns 0. The earlier count is still valid.
+            # The device returns 0 for a counter that was reset or cannot be read, so keep the earlier count.
             self._compiled = max(self._compiled, backend.graphs.compiled_after_warmup())
         syncs = backend.memory.num_host_syncs - self._syncs_before
         compiled = max(len(self.unexpected), self._compiled)

@@ -1,7 +1,7 @@
-"""Tables of drafting methods and acceptance rules, with the facts needed before PyTorch is imported.
+"""Tables of drafting methods and acceptance rules, with the properties that are needed before PyTorch is imported.
 
-A method's drafter is a class in `drafting/`, imported by `drafting/load.py`. A rule is the function `verify` in the
-module named after the rule in `sampling/rules/`, imported by `sampling/rules/registry.py`.
+The drafter for a method is a class in `drafting/`, which `drafting/load.py` imports. A rule is the function `verify` in
+the module of the same name in `sampling/rules/`, which `sampling/rules/registry.py` imports.
 """
 
 from __future__ import annotations
@@ -11,47 +11,45 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A drafting method."""
-
     proposer: str
-    """Module in `drafting/` and class name. The class has a class method `build`."""
+    """Module in `drafting/` and class name. The class must have a class method `build`."""
     parallel_proposer: str = ""
     """Module and class name for `parallel_drafting`, if it uses a different class."""
     about: str
-    """Plain description of how it drafts."""
+    """Description in plain words of how the method drafts."""
     on_device: bool
     """Whether the method drafts on the device and therefore supports async scheduling.
 
-    Other methods draft on the host, after a step's device-to-host sync.
+    Other methods draft on the host, after the device-to-host sync of a step.
     """
     has_model: bool = False
     """Whether the drafter is a model. Other drafters look up tokens or are user-defined classes."""
     has_kv: bool = False
-    """Whether the drafter has its own KV, inside or outside the target's blocks."""
+    """Whether the drafter has its own KV, whether or not it is stored in the target's blocks."""
     reads_hidden_states: bool = False
     """Whether the drafter reads the target's hidden states."""
     model_class: str = "models.LoadedHead"
-    """Module in `drafting/` and class name for a loaded model that reads the target's hidden states."""
+    """Module in `drafting/` and class name for a loaded model that uses the target's hidden states."""
     architectures: tuple[str, ...] = ()
-    """Checkpoint architectures that only this method uses. Empty if the method accepts any architecture."""
+    """Checkpoint architectures that are used only by this method. Empty if the method accepts any architecture."""
     fills_block: bool = False
-    """Whether one forward pass fills a block of tokens that begins with the newest token."""
+    """Whether one forward pass fills a block of tokens that starts with the newest token."""
     predicts_from_newest: bool = False
-    """Whether the newest token's place in a block also predicts a draft token, unless the checkpoint disables it."""
+    """Whether the newest token's position in a block also predicts a draft token, unless the checkpoint disables it."""
     reads_layers: bool = False
-    """Whether the drafter reads hidden states from several target layers, unless the checkpoint disables it."""
+    """Whether the drafter reads hidden states from several target layers, unless the checkpoint disables this."""
     in_target: bool = False
-    """Whether the target's checkpoint contains the drafter's layers, so that users need not name a model."""
+    """Whether the target's checkpoint contains the drafter's layers, so that users do not have to name a model."""
     remembers_requests: bool = False
-    """Whether the drafter also drafts from the tokens of finished requests."""
+    """Whether the drafter also uses the tokens of finished requests."""
     options: tuple[str, ...] = ()
-    """Options in `speculative_config` that other methods reject unless they also list them."""
+    """Options in `speculative_config` that are rejected with other methods, unless those methods list them too."""
     in_vllm: bool = False
-    """Whether vLLM itself accepts this value of `method`. `upstream/` adds support for other methods."""
+    """Whether vLLM itself accepts this value of `method`. If not, `upstream/` adds support for it."""
 
     @property
     def is_head(self) -> bool:
-        """Whether the drafter is a head: a small model that reads the target's hidden states and has its own KV."""
+        """Whether the drafter is a head, a small model that reads the target's hidden states and has its own KV."""
         return self.reads_hidden_states and self.has_kv
 
 
@@ -74,7 +72,7 @@ _NGRAM = Method(
 _BLOCK = replace(
     _HEAD,
     proposer="block.BlockProposer",
-    options=("parallel_drafting",),  # vLLM sets it
+    options=("parallel_drafting",),  # set by vLLM
     model_class="block.BlockModel",
     architectures=("DFlashDraftModel", "DFlash2DraftModel", "DFlashMuseGlimmerAssistantModel"),
     fills_block=True,
@@ -137,7 +135,7 @@ METHODS = {
         predicts_from_newest=True,
         about="a block is drafted in one pass, each token also from the one before",
     ),
-    MEDUSA: Method(  # vLLM 0.32 only
+    MEDUSA: Method(  # with vLLM 0.32 only
         proposer="medusa.MedusaProposer",
         about="several heads draft at once",
         on_device=True,
@@ -150,9 +148,9 @@ METHODS = {
 
 
 def has_model(method: str | None) -> bool:
-    """Return whether the method's drafter is a model.
+    """Return whether the drafter of a method is a model.
 
-    This is also true for vLLM methods that are not in the table, because vLLM loads a model before we can reject them.
+    This is also true of vLLM methods that are not in the table, because vLLM loads a model before we can reject them.
     """
     return method not in METHODS or METHODS[method].has_model
 
@@ -164,17 +162,15 @@ STRICT, SYNTHETIC = "strict", "synthetic"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceRule:
-    """An acceptance rule."""
-
     about: str
-    """Short description of its purpose."""
+    """Short description of the rule's purpose."""
     needs_probs: bool = False
-    """Whether the rule reads the distributions that drafts were sampled from.
+    """Whether the rule reads the distributions from which drafts were sampled.
 
-    Without these (in greedy or coupled drafting), the strict rule runs instead and samples the same distribution.
+    Without them (in greedy or coupled drafting), the strict rule runs and samples the same distribution.
     """
     in_vllm: bool = False
-    """Whether vLLM itself accepts this value of `rejection_sample_method`. `upstream/` adds support for other rules."""
+    """Whether vLLM itself accepts this value of `rejection_sample_method`. If not, `upstream/` adds support for it."""
 
 
 RULES = {

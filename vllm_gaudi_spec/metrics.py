@@ -1,9 +1,9 @@
-"""Additional metrics: their Prometheus series, and their transport from the scheduler to the front end.
+"""Additional metrics: Prometheus series, and the transport of their values from the scheduler to the front end.
 
 The scheduler counts its own decisions and the events that the worker reports. vLLM's `SchedulerStats` carries the
-figures to the front end, whose Prometheus logger exports them (`upstream.carry_metrics`). A new metric needs an entry
-in `SERIES` and a call to `StepMetrics.count`, `count_total` or `set`. `SERIES` also generates
-docs/reference/metrics.md.
+values to the front end, whose Prometheus logger exports them (`upstream.carry_metrics`). A new metric needs an entry in
+`SERIES` and a call to `StepMetrics.count`, `count_total` or `set`. docs/reference/metrics.md is also generated from
+`SERIES`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ IDENTICAL = "identical"
 TIE = "tie"
 DIFFERENT = "different"
 AUDIT_RESULTS = (IDENTICAL, TIE, DIFFERENT)
-# Reasons why a request that was selected for an audit is not audited.
+# Reasons for not auditing a request that was selected for an audit.
 BUSY = "busy"
 ABORTED = "aborted"
 RESET = "reset"
@@ -29,22 +29,20 @@ PROBABILISTIC = "probabilistic"
 INPUTS = "inputs"
 AUDIT_REASONS = (BUSY, ABORTED, RESET, LORA, GRAMMAR, PENALTIES, PROBABILISTIC, INPUTS)
 
-# Kinds of tokens in forward passes over prompt chunks.
+# Kinds of tokens in forward passes on prompt chunks.
 REAL = "real"
 PADDING = "padding"
 
 NUM_DRAFTS = "num_drafts"
-"""A label with values from 0 to k."""
+"""A label with the values 0 to k."""
 
 
 class Series(NamedTuple):
-    """A Prometheus series."""
-
     help: str
     label: str = ""
-    """An additional label, besides the labels that all vLLM series have."""
+    """An additional label, besides those that all vLLM series have."""
     values: tuple[str, ...] = ("",)
-    """All values of the label. Ignored for `NUM_DRAFTS`, whose values depend on k."""
+    """All values of the label. Not used for `NUM_DRAFTS`, whose values depend on k."""
     is_gauge: bool = False
     speculative: bool = True
     """Whether the series exists only with speculation."""
@@ -54,7 +52,7 @@ class Series(NamedTuple):
 
 
 PREFIX = "gaudi_spec:"
-"""Prefix of our series. vLLM's own series begin with `vllm:`."""
+"""Prefix of this plugin's series. vLLM's own series begin with `vllm:`."""
 STEPS = "gaudi_spec:steps"
 HOST_SYNCS = "gaudi_spec:host_syncs"
 PREFILL_TOKENS = "gaudi_spec:prefill_tokens"
@@ -146,18 +144,18 @@ SERIES = {
 
 
 Figures = dict[str, dict[str, float]]
-"""Maps a metric and a label value to a counter's increment or a gauge's value."""
+"""Maps a metric and a label value to the increment of a counter or the value of a gauge."""
 
 
 STATS_FIELD = "gaudi_spec"
-"""The field of vLLM's `SchedulerStats` that carries the figures."""
+"""The field of vLLM's `SchedulerStats` that carries the values."""
 
 
 # --- in the scheduler ---
 
 
 class StepMetrics:
-    """A scheduler's figures since the last call to `take`."""
+    """A scheduler's metrics since the last call to `take`."""
 
     def __init__(self) -> None:
         self._news: Figures = {}
@@ -172,19 +170,19 @@ class StepMetrics:
         figures[value] = more if series.is_gauge else figures.get(value, 0) + more
 
     def count_total(self, name: str, so_far: float, value: str = "") -> None:
-        """Update a counter whose total is kept elsewhere. A smaller total is ignored, since counters never decrease."""
+        """Update a counter whose total is kept elsewhere. Smaller totals are ignored, as counters never decrease."""
         if (more := so_far - self._reported.get((name, value), 0)) > 0:
             self._reported[name, value] = so_far
             self.count(name, more, value)
 
     def set(self, name: str, number: float, value: str) -> None:
-        """Set a gauge. An unchanged value is not sent."""
+        """Set a gauge, which is sent only if its value has changed."""
         if self._reported.get((name, value)) != number:
             self._reported[name, value] = number
             self.count(name, number, value)
 
     def take(self) -> Figures:
-        """Return the figures since the last call."""
+        """Return the metrics since the last call."""
         news, self._news = self._news, {}
         return news
 
@@ -193,7 +191,7 @@ class StepMetrics:
 
 
 class Shown:
-    """Our series, registered in one of vLLM's Prometheus loggers."""
+    """This plugin's series, registered in one of vLLM's Prometheus loggers."""
 
     def __init__(
         self, counter: Any, gauge: Any, labels: list[str], engines: Mapping[int, list[object]], num_drafts: int | None
@@ -214,7 +212,7 @@ class Shown:
             if series.speculative and num_drafts is None:
                 continue
             labelnames = [*labels, *filter(None, [series.label])]
-            if series.is_gauge:  # exported from its first value on
+            if series.is_gauge:  # exported once it has a value
                 self._metrics[name] = gauge(name, series.help, labelnames, multiprocess_mode="mostrecent")
                 continue
             self._metrics[name] = counter(name, series.help, labelnames)

@@ -1,4 +1,4 @@
-"""A loaded model, which computes hidden states for a rectangle of tokens and logits for chosen rows."""
+"""A loaded model, which computes hidden states for a padded batch of tokens and logits for selected rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Maximum number of rows of logits to compute at once when the logits of all tokens are measured.
+# Maximum number of rows of logits computed at once when the logits of all tokens are measured.
 _MEASURED_LOGITS = 64
 
 
@@ -62,11 +62,11 @@ def _get_window(layer: Any) -> tuple[int | None, int | None]:
 
 
 def _replace_layers(model_config: ModelConfig, backend: DeviceBackend) -> None:
-    """Make vLLM's model class build our versions of the layers that we replace."""
+    """Make vLLM's model class use our versions of the layers that we replace."""
     upstream.make_mla_layers(latent.LatentAttention)
     upstream.return_attention_outputs(RectangleAttentionImpl, attend_layer)
     upstream.apply_to_models(model_config.architectures)
-    if has_states(model_config):  # this import takes a second, and most models do not need it
+    if has_states(model_config):  # this import takes a second and is not needed by most models
         importlib.import_module("vllm_gaudi_spec.recurrent.layers")
     if backend.traits.captures and model_config.supports_multimodal_inputs:
         importlib.import_module("vllm_gaudi_spec.attention.encoders")
@@ -89,11 +89,11 @@ class LoadedModel:
         """Load a model and prepare it for the device.
 
         Args:
-            model_config: The model's configuration, if it differs from that in `vllm_config`.
-            load_config: The load configuration, if it differs from that in `vllm_config`.
+            model_config: The model's configuration, if it differs from the one in `vllm_config`.
+            load_config: The load configuration, if it differs from the one in `vllm_config`.
             adapt: Modifies the model before it is prepared for the device.
             quantization: Quantizes or measures the model after `adapt`.
-            group: The ranks among which the model is split. Defaults to the target's tensor-parallel group.
+            group: The ranks across which the model is sharded. Defaults to the target's tensor-parallel group.
         """
         self.model_config = model_config = model_config or vllm_config.model_config
         self.load_config = load_config or vllm_config.load_config
@@ -102,12 +102,12 @@ class LoadedModel:
         self.group = group or get_tp_group()
         self._packs = not backend.traits.captures
         self._is_in_step = ranks_in_step(vllm_config, model_config) > 1
-        # A head runs on one rank but in its target's forward context, which needs token counts for all of the target's
-        # ranks. If they are missing, vLLM asks the other ranks for them.
+        # A head may run on one rank, but it runs in the forward context of its target, which needs token counts for all
+        # of the target's ranks. If these counts are missing, vLLM asks the other ranks for them.
         self._num_in_context = ranks_in_step(vllm_config)
         self._returns_hidden_states = False
         self.output_ids: torch.Tensor | None = None
-        """int64: target token IDs that the logits cover, or None if they cover the whole vocabulary."""
+        """int64: target token IDs for which there are logits, or None if the logits cover the whole vocabulary."""
         self.set_outputs(lambda output, inputs: Hidden(output))
         _replace_layers(model_config, backend)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
@@ -137,13 +137,13 @@ class LoadedModel:
         self._check_layers(model_config)
         self.states: RecurrentStates | None = None
         self.media_SW: torch.Tensor | None = None
-        """The rows of the `MediaStore`, or None if there is no store."""
+        """The rows of the `MediaStore`, or None without a store."""
         self.rotary_offsets_R: torch.Tensor | None = None
-        """The table from `Multimodal.rotary_offsets`, or None if there is no table."""
+        """The table from `Multimodal.rotary_offsets`, or None without a table."""
         self._kv_owners = {
             name: getattr(layer, "kv_sharing_target_layer_name", None) or name for name, layer in self._layers.items()
         }
-        """Maps each layer to the layer whose KV it reads: usually itself, or a target layer for a Gemma 4 assistant."""
+        """Maps each layer to the layer whose KV it reads: itself or, in a Gemma 4 assistant, a target layer."""
         backend.weights.prepare_model(self.model)
         self._groups: list[list[str]] = []
         self.adapters: Adapters | None = None
@@ -169,18 +169,18 @@ class LoadedModel:
             )
 
     def set_outputs(self, hidden_of: Callable[[Any, Inputs], Hidden], carried_size: int | None = None) -> None:
-        """Set how to extract hidden states from the output of vLLM's model class.
+        """Set how hidden states are extracted from the output of vLLM's model class.
 
-        `carried_size` is the size of the hidden states that a head reads, if logits are computed from different ones.
+        `carried_size` is the size of the hidden states that a head reads, if they differ from those used for logits.
         """
         self._hidden_of = hidden_of
         self.carried_size = carried_size
 
     def return_hidden_states(self) -> None:
-        """Make all of the model's ranks return the same rank's hidden states.
+        """Make all ranks of the model return the hidden states of the same rank.
 
-        Each rank computes its own hidden states, whose last bits may differ, but all ranks must make the same drafts
-        from them.
+        Each rank computes its own hidden states, which may differ in their last bits, but drafts must be the same on
+        all ranks.
         """
         self._returns_hidden_states = True
 
@@ -192,13 +192,13 @@ class LoadedModel:
         return Hidden(states if carried is hidden.last else hidden.last, None if hidden.carried is None else states)
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """Return the KV cache spec of each attention layer, except layers that read another layer's KV."""
+        """Return the KV cache spec of each attention layer, except for layers that read the KV of another layer."""
         specs: dict[str, KVCacheSpec] = {}
         for name, layer in self._layers.items():
             if name in self._encoding:
                 continue
             if self._kv_owners[name] != name:
-                continue  # vLLM's layer would return a spec anyway
+                continue  # vLLM's layer returns a spec anyway
             spec = layer.get_kv_cache_spec(self.vllm_config)
             if not isinstance(spec, AttentionSpec):
                 raise UnsupportedConfigError(
@@ -216,9 +216,9 @@ class LoadedModel:
         return specs
 
     def encoder_kv_spec(self, block_size: int) -> dict[str, FullAttentionSpec]:
-        """Return the KV specs of layers whose queries also attend to later keys. Decoders have no such layers.
+        """Return the KV specs of layers in which queries also attend to later keys. Decoders have no such layers.
 
-        The KV of such a layer is kept in blocks of `block_size` tokens until the layer has attended.
+        The KV of such a layer stays in blocks of `block_size` tokens until the layer has computed attention.
         """
         return {
             name: FullAttentionSpec(
@@ -231,16 +231,16 @@ class LoadedModel:
         }
 
     def drafter_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """Return a drafter's KV cache specs, without sliding windows.
+        """Return the KV cache specs of a drafter, without sliding windows.
 
-        vLLM reassigns blocks outside a window to other requests without notifying the worker. A drafter that catches up
-        on earlier tokens would write to those blocks.
+        vLLM assigns blocks outside a window to other requests without informing the worker. A drafter that catches up
+        on earlier tokens would write to these blocks.
         """
         return {name: _drop_window(spec) for name, spec in self.kv_cache_spec().items()}
 
     @property
     def layer_names(self) -> list[str]:
-        """Names of the attention layers, which have KV."""
+        """Names of the attention layers, which store KV."""
         return list(self._layers)
 
     @property
@@ -249,10 +249,10 @@ class LoadedModel:
         return not self._recurrent and all(layer.impl.reads_slices for layer in self._layers.values())
 
     def bind_kv(self, caches: dict[str, Any], groups: list[list[str]]) -> None:
-        """Bind each layer to its KV cache, or to that of the layer whose KV it reads.
+        """Bind each layer to its own KV cache, or to the cache of the layer whose KV it reads.
 
-        `groups` lists the layers in each KV cache group. A layer without its own KV joins the owner's group, because it
-        needs that group's blocks and slots.
+        `groups` lists the layers in each KV cache group. A layer without its own KV joins the group of the layer whose
+        KV it reads, because it needs the blocks and slots of that group.
         """
         sharing = {name: owner for name, owner in self._kv_owners.items() if name != owner}
         self._groups = [[*names, *(name for name, owner in sharing.items() if owner in names)] for names in groups]
@@ -269,12 +269,12 @@ class LoadedModel:
         return num_rows * sum(layer.layer_shape().num_bytes(num_pending) for layer in self._recurrent.values())
 
     def make_states(self, num_rows: int, num_snapshots: int, num_pending: int, device: torch.device) -> None:
-        """Allocate the states of recurrent layers. No-op for models without such layers.
+        """Allocate the states of recurrent layers. This is a no-op for models without such layers.
 
         Args:
-            num_rows: Number of rows, including the pad row. The rows for snapshots follow them.
+            num_rows: Number of rows, including the pad row. Rows for snapshots follow these rows.
             num_snapshots: Number of snapshots.
-            num_pending: Maximum number of tokens per row whose acceptance is undecided when a forward pass ends.
+            num_pending: Maximum number of tokens per row whose acceptance is undecided at the end of a forward pass.
             device: Device on which to allocate the states.
         """
         if not self._recurrent:
@@ -294,20 +294,20 @@ class LoadedModel:
         )
 
     def check_kv_is_written(self) -> None:
-        """Check after warm-up that every layer whose KV is read has written it.
+        """Check after warm-up that every layer whose KV is read has written KV.
 
-        If a layer has not, the model outputs noise, with and without drafts.
+        A model with a layer that has not would generate noise, with and without drafts.
         """
         owners = self._layers.keys() & set(self._kv_owners.values())
         if unwritten := sorted(name for name in owners if not self._layers[name].impl.has_written):
             raise RuntimeError(f"Warm-up wrote no KV for {', '.join(unwritten)}, which attention reads.")
 
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
-        """Return the hidden states [T, H] and write the KV of all real tokens.
+        """Return hidden states [T, H] and write the KV of all real tokens.
 
         `carried_TH` contains the target's hidden states that a head reads.
         """
-        # Ranks in lockstep compute the same number of tokens, and a rank does not know how many are real on others.
+        # Ranks that run in lockstep compute the same number of tokens, without knowing how many are real on others.
         packs = self._packs and not self._is_in_step
         packed = Packed.from_counts(inputs.num_real_B, inputs.call.num_queries) if packs else None
         hidden = self._run_packed(inputs, carried_TH, packed)
@@ -346,7 +346,7 @@ class LoadedModel:
             if self._returns_hidden_states:
                 hidden = self._broadcast(hidden)
             if self.measuring is not None and self.measuring.reads_logits:
-                # Compute the logits of every real token, since a step computes logits only for a few.
+                # Compute the logits of every real token, because a step computes only some of them.
                 parts = hidden.last.split(_MEASURED_LOGITS), inputs.mark_real().split(_MEASURED_LOGITS)
                 for states, real in zip(*parts, strict=True):
                     with self.measuring.counting(real):
@@ -354,7 +354,7 @@ class LoadedModel:
             return hidden
 
     def _call(self, inputs: Inputs, carried_TH: torch.Tensor | None) -> Any:
-        """Call vLLM's model class with the arguments that it accepts."""
+        """Call vLLM's model class with the arguments that it supports."""
         tokens_T, media = inputs.token_ids_T, inputs.multimodal
         positions = inputs.positions_T if inputs.rotary is None else inputs.rotary
         if inputs.token_types_T is not None:
@@ -376,7 +376,7 @@ class LoadedModel:
     def _embed(
         self, tokens_T: torch.Tensor, media: MultimodalInputs
     ) -> tuple[torch.Tensor, IntermediateTensors | None]:
-        """Return the token embeddings and, with a media store, the embeddings to add after each of the first layers."""
+        """Return token embeddings and, with a media store, the embeddings to add after each of the first layers."""
         deeper = None
         if media.embeddings:
             embeddings_TH = self.model.embed_input_ids(
@@ -391,10 +391,10 @@ class LoadedModel:
     def _merge_media(
         self, text_TH: torch.Tensor, rows_T: torch.Tensor
     ) -> tuple[torch.Tensor, IntermediateTensors | None]:
-        """Merge media-store rows into the text embeddings. Also return what to add after each of the first layers.
+        """Merge rows of the media store into the text embeddings. Also return what to add after the first layers.
 
-        vLLM's classes instead merge with a boolean mask. Graphs cannot do that, because the number of tokens that a
-        mask selects is not static.
+        vLLM's classes use a boolean mask instead, which does not work in graphs because the number of selected tokens
+        is not static.
         """
         assert self.media_SW is not None
         is_media_T1 = (rows_T != NO_MEDIA).unsqueeze(1)
@@ -414,11 +414,11 @@ class LoadedModel:
         return nullcontext() if self.measuring is None else self.measuring.counting(inputs.mark_real())
 
     def counting_rows(self, is_real_B: torch.Tensor) -> AbstractContextManager[None]:
-        """Restrict measurements to the real rows, for layers that drafters run outside a forward pass."""
+        """Restrict measurements to the real rows, for layers that drafters call outside a forward pass."""
         return nullcontext() if self.measuring is None else self.measuring.counting(is_real_B)
 
     def gather_adapters(self, rows_B: torch.Tensor, num_queries: int = 1) -> torch.Tensor | None:
-        """Return each row's LoRA adapter slot as int32, repeated `num_queries` times, or None without adapters."""
+        """Return each row's LoRA adapter slot, int32, repeated `num_queries` times, or None without adapters."""
         return None if self.adapters is None else self.adapters.gather_slots(rows_B, num_queries)
 
     def _apply_adapters(self, adapters_T: torch.Tensor | None) -> AbstractContextManager[None]:
@@ -427,7 +427,7 @@ class LoadedModel:
     def compute_row_logits(
         self, hidden_NH: torch.Tensor, num_real_B: torch.Tensor, adapters_N: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return logits [N, V] for B rows with Q hidden states each, of which the first `num_real_B` are used."""
+        """Return logits [N, V] for B rows with Q hidden states each, of which the first `num_real_B` are real."""
         num_positions = hidden_NH.shape[0]
         packed = Packed.from_counts(num_real_B, num_positions // len(num_real_B)) if self._packs else None
         if packed is None:

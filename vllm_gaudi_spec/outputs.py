@@ -1,4 +1,4 @@
-"""Records exchanged by the scheduler and its workers, which extend vLLM's. They are pickled between processes."""
+"""Extensions of the vLLM records that the scheduler and its workers exchange. They are pickled between processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_gaudi_spec.upstream.scheduler import SchedulerOutput
 
 
 class DrafterStatus(NamedTuple):
-    """The actions that workers must take after drafter faults."""
+    """Actions that workers must take after faults of the drafter."""
 
     restarted: tuple[str, ...]
     """Requests that the drafter must read again from the start, because its state for them may be wrong."""
@@ -22,16 +22,16 @@ class DrafterStatus(NamedTuple):
     """Requests that are excluded from drafting."""
     is_off: bool
     num_faults: int
-    """The number of drafting rounds with unusable drafts so far."""
+    """The number of times so far that drafting produced unusable drafts."""
 
 
 class AdaptiveStep(NamedTuple):
-    """Facts about a step that adaptive verification needs when the step is done."""
+    """Data about a step that adaptive verification needs when the step is done."""
 
     batch_size: int
     """The number of rows, including padding."""
     num_verified: int
-    """The number of drafts per row that this step verifies, as chosen in the previous step."""
+    """The number of drafts per row that this step verifies, which was chosen in the previous step."""
     num_drafts: int
     """The number of drafts per row chosen in this step."""
     only_decodes: bool
@@ -39,22 +39,22 @@ class AdaptiveStep(NamedTuple):
 
 @dataclass
 class SpecSchedulerOutput(SchedulerOutput):
-    """The scheduler's output for a step, extended with information for drafting."""
+    """The scheduler's output for a step, extended with information that drafting needs."""
 
     drafter_status: DrafterStatus | None = None
-    """The drafter's status, or None if it has not changed."""
+    """The status of the drafter, or None if it has not changed."""
     skip_reason: str = NoDraftReason.LOAD
-    """The `NoDraftReason` for which no request drafts after this step, if `num_spec_tokens_to_schedule` is 0."""
+    """The `NoDraftReason` why no request has drafts after this step, if `num_spec_tokens_to_schedule` is 0."""
     loaded_blocks: list[int] = field(default_factory=list)
-    """KV blocks that a KV connector fills for requests, starting with this step."""
+    """KV blocks that a KV connector fills for requests, beginning with this step."""
     state_loads: dict[str, int] = field(default_factory=dict)
-    """Maps requests that start from a recurrent-state snapshot to the slot to read before the forward passes."""
+    """Maps requests that start from a snapshot of recurrent state to the slot to read before the forward passes."""
     state_saves: dict[str, int] = field(default_factory=dict)
-    """Maps requests whose recurrent state is kept to the slot to write after the forward passes."""
+    """Maps requests whose recurrent state is saved to the slot that is written after the forward passes."""
     is_audit: bool = False
-    """Whether the step's requests belong to an audit. The scheduler reads this when the step is done."""
+    """Whether the requests in the step belong to an audit. The scheduler reads this field when the step is done."""
     adaptive_step: AdaptiveStep | None = None
-    """None without adaptive verification. The scheduler reads this when the step is done."""
+    """None without adaptive verification. The scheduler reads this field when the step is done."""
 
 
 # --- from a worker ---
@@ -68,10 +68,10 @@ class CountedOutput(ModelRunnerOutput):
 @dataclass
 class SpeculativeOutput(CountedOutput):
     num_real_drafts: dict[str, int] = field(default_factory=dict)
-    """The number of verified drafts for each request. The scheduler only knows how many positions it scheduled."""
+    """The number of verified drafts for each request. The scheduler knows only how many positions it scheduled."""
     started: tuple[str, ...] = ()
-    """Requests whose prompt ended in this step or that were resumed after a preemption."""
+    """Requests whose prompt ended in this step, and requests that were resumed after a preemption."""
     why: dict[str, str] = field(default_factory=dict)
-    """Maps requests without drafts to the `NoDraftReason`, if the scheduler cannot know it."""
+    """Maps requests without drafts to a `NoDraftReason` that the scheduler cannot determine."""
     draft_rounds: list[DraftRound] = field(default_factory=list)
-    """The drafting rounds that finished since the previous step."""
+    """The results of drafting that has finished since the previous step."""

@@ -1,7 +1,7 @@
-"""Slices of prompt chunks: rows of equal length, so that prompts of any length share a forward pass with less padding.
+"""Slices of chunks: rows of equal length, so that prompts of any length share a forward pass with little padding.
 
-A chunk occupies as many consecutive rows of the rectangle as it has slices. Every layer writes the keys of all rows
-before any row attends, so each slice also attends to the slices before it.
+A chunk takes as many consecutive rows of the padded batch as it has slices. Every layer writes the keys of all rows
+before any row attends, so that each slice also attends to earlier slices.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ class Slice(NamedTuple):
 
 
 def cut_chunk(request: Request, count: int, size: int) -> Iterator[Slice]:
-    """Yield the slices of a chunk of `count` tokens. Each slice has `size` tokens, but the last may be shorter."""
+    """Yield the slices of a chunk of `count` tokens. Only the last slice may have fewer than `size` tokens."""
     for offset in range(0, count, size):
         yield Slice(request, request.num_computed + offset, min(size, count - offset))
 
 
 def keep_last_slices(rows_B: torch.Tensor, pad_row: int) -> torch.Tensor:
-    """Return `rows_B` with the pad row in place of every row that the next row continues.
+    """Return `rows_B` with the pad row in place of every row that is continued by the next row.
 
-    Use the result as the index when writing request state, because no index may occur twice in such a write.
+    The result is the index for writing request state, because an index must not occur twice in such a write.
     """
     next_B = torch.cat([rows_B[1:], rows_B.new_full((1,), pad_row)])
     return torch.where(rows_B == next_B, pad_row, rows_B)
 
 
 def count_before_slices(rows_B: torch.Tensor, starts_B: torch.Tensor) -> torch.Tensor:
-    """Return int32 [B]: for each row, the number of tokens in its chunk that precede it in the same rectangle."""
+    """Return, for each row, the number of tokens in its chunk that precede it in the same padded batch, int32 [B]."""
     is_same_BB = rows_B[:, None] == rows_B
     first_B = torch.where(is_same_BB, starts_B, starts_B[:, None]).amin(dim=1)
     return starts_B - first_B

@@ -1,6 +1,6 @@
 """Inputs that a step copies to the device: several int32 arrays, packed into one tensor and split inside the graph.
 
-`StepInputs` is the copy for a forward pass. `SamplePass` in `sampling/params.py` is the copy for a sampling pass.
+`StepInputs` is the copy for a forward pass; `SamplePass` in `sampling/params.py` is the copy for a sampling pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_gaudi_spec.attention.metadata import Blocks
 
 
 class HostBlocks(NamedTuple):
-    """The host version of `Blocks`, which `StepInputs.pack` copies to the device."""
+    """Host version of `Blocks`, which `StepInputs.pack` copies to the device."""
 
     tables: tuple[np.ndarray, ...] = ()
     sizes: tuple[int, ...] = ()
@@ -28,8 +28,8 @@ class HostBlocks(NamedTuple):
 def make_host_lengths(num_rows: int, ends: Sequence[int], context: int) -> torch.Tensor:
     """Return `Blocks.lengths_B`, for devices whose attention needs it (`DeviceTraits.needs_host_lengths`).
 
-    When the graph ends, the first rows have at most `ends` KV tokens, limited to `context`, the number of tokens that
-    their blocks can store. All other rows are padding, which reads one key.
+    At the end of the graph, the first rows have at most `ends` KV tokens, and at most `context`, which is the number of
+    tokens that fit in their blocks. All other rows are padding, which attends to one key.
     """
     lengths_np = np.ones(num_rows, dtype=np.int32)
     lengths_np[: len(ends)] = np.clip(ends, 1, context)
@@ -44,11 +44,11 @@ def make_host_counts(num_rows: int, counts: Sequence[int]) -> torch.Tensor:
 
 
 _SECTION = 16
-"""Section alignment in a packed tensor, in elements. Kernels prefer aligned addresses."""
+"""Alignment of sections in a packed tensor, in elements. Kernels prefer aligned addresses."""
 
 
 class Packing(NamedTuple):
-    """Several int32 tensors that are packed into one, copied to the device once, and split inside the graph."""
+    """Several int32 tensors that are packed into one tensor, copied to the device once, and split inside the graph."""
 
     packed: torch.Tensor
     shapes: tuple[tuple[int, ...], ...]
@@ -77,23 +77,23 @@ def _round_up(size: int) -> int:
 
 
 class RowInputs(NamedTuple):
-    """`StepInputs` after splitting inside a graph."""
+    """The contents of `StepInputs` after splitting inside a graph."""
 
     rows_B: torch.Tensor
-    """int64: request-state rows. Padding uses the pad row."""
+    """int64: rows in the request state. Padding uses the pad row."""
     starts_B: torch.Tensor
-    """int32: position of each row's first token, as known to the host."""
+    """int32: position of the first token in each row, as known to the host."""
     counts_B: torch.Tensor
     """int32: number of tokens in each row."""
     max_drafts_B: torch.Tensor
-    """int32: maximum number of drafts in each row after this step, in addition to the limits of its request."""
+    """int32: maximum number of drafts in each row after this step, in addition to the limits of the request."""
     more_BX: torch.Tensor | None
     """int32: additional data for each row from a host drafter."""
     blocks: Blocks
 
 
 class StepInputs(NamedTuple):
-    """Everything that a forward pass needs from the host, in one copy: rows, start positions and KV blocks."""
+    """Everything that a forward pass needs from the host, in a single copy: rows, start positions and KV blocks."""
 
     packing: Packing
     block_sizes: tuple[int, ...]
@@ -110,7 +110,8 @@ class StepInputs(NamedTuple):
         upload: Callable[[torch.Tensor], torch.Tensor],
         more_BX: np.ndarray | None = None,
     ) -> StepInputs:
-        """Pack and copy. `header_4B` contains rows, starts, counts and draft limits, in the order of `RowInputs`."""
+        """Pack the inputs and copy them to the device. `header_4B` contains rows, starts, counts and draft limits, in
+        the order of `RowInputs`."""
         more = [] if more_BX is None else [more_BX]
         packing = Packing.pack([header_4B, *blocks.tables, *blocks.flat, *more], upload)
         return cls(packing, blocks.sizes, more_BX is not None, blocks.lengths_B, blocks.counts_B)
@@ -120,7 +121,7 @@ class StepInputs(NamedTuple):
         return self.packing.shapes[0][1]
 
     def split(self) -> RowInputs:
-        """Split the copy. Runs inside a graph."""
+        """Split the copy into its tensors. This method runs inside a graph."""
         header_4B, *rest = self.packing.split()
         more_BX = rest.pop() if self.has_more else None
         num_groups = len(self.block_sizes)

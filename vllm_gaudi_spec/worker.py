@@ -1,4 +1,4 @@
-"""The worker, which handles device start-up, the memory budget, and the life cycle. The model runner runs steps."""
+"""The worker, which handles device start-up, the memory budget, and its life cycle. The model runner runs steps."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ logger = init_logger(__name__)
 
 
 class Worker(WorkerBase):
-    """vLLM's worker, used on every device."""
+    """vLLM's worker, adapted to all devices of this plugin."""
 
     model_runner: ModelRunner
     self_test: Result | None = None
-    """None if nothing is captured, as on the CPU, or if the user skips the self-test."""
+    """The result of the self-test, or None if nothing is captured, as on a CPU, or if the user skips the self-test."""
     profiler: WorkerProfiler | None = None
-    """vLLM's profiler, once it has been started."""
+    """vLLM's profiler, after it has been started for the first time."""
 
     # --- start-up, in calling order ---
 
@@ -108,7 +108,7 @@ class Worker(WorkerBase):
     def _test_device(self) -> None:
         """Run the self-test before spending minutes on loading weights and capturing graphs.
 
-        No-op if nothing is captured or the user skips the self-test.
+        No-op if nothing is captured or if the user skips the self-test.
         """
         if not (self.backend.traits.captures and SELF_TEST.is_on):
             return
@@ -160,7 +160,7 @@ class Worker(WorkerBase):
         self.model_runner.initialize_kv_cache(kv_cache_config)
 
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any] | None:
-        """Return the data that other servers need to read this rank's KV, by pipeline and tensor-parallel rank."""
+        """Return the data with which other servers read this rank's KV, by pipeline and tensor-parallel rank."""
         if not has_kv_transfer_group() or (metadata := get_kv_transfer_group().get_handshake_metadata()) is None:
             return None
         return {(get_pp_group().rank_in_group, get_tp_group().rank_in_group): metadata}
@@ -181,7 +181,7 @@ class Worker(WorkerBase):
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        assert isinstance(scheduler_output, SpecSchedulerOutput)  # the platform sets the scheduler
+        assert isinstance(scheduler_output, SpecSchedulerOutput)  # the platform selects the scheduler
         self.model_runner.residence.check_step(scheduler_output)
         if self.profiler is not None:
             self.profiler.step()
@@ -196,7 +196,7 @@ class Worker(WorkerBase):
 
     @torch.inference_mode()
     def execute_dummy_batch(self) -> None:
-        """Run a step without requests because data-parallel ranks that share experts with this rank have requests."""
+        """Run a step without requests, because data-parallel ranks that share experts with this rank have requests."""
         self.model_runner.execute_dummy_batch()
 
     # --- LoRA adapters ---
@@ -236,7 +236,7 @@ class Worker(WorkerBase):
     @torch.inference_mode()
     def wake_up(self, tags: list[str] | None = None) -> None:
         self.model_runner.residence.wake_up(tags)
-        self.backend.graphs.warmed_up()  # Do not count graphs compiled during wake-up as compiled by a step.
+        self.backend.graphs.warmed_up()  # Do not count graphs that are compiled during wake-up as compiled by a step.
 
     @torch.inference_mode()
     def reload_weights(self, *args: Any, **named: Any) -> None:
@@ -249,7 +249,7 @@ class Worker(WorkerBase):
     # --- queries and life cycle ---
 
     def profile(self, is_start: bool = True, profile_prefix: str | None = None, **iterations: int | None) -> None:
-        """Start or stop vLLM's profiler, which traces this worker. Values in `iterations` limit the traced steps."""
+        """Start or stop vLLM's profiler, which traces this worker. Values in `iterations` limit the steps."""
         config = self.vllm_config.profiler_config
         if config.profiler is None:
             raise UnsupportedConfigError("Profiling is not enabled; start the engine with --profiler-config.")
@@ -263,13 +263,14 @@ class Worker(WorkerBase):
             self.profiler.stop()
 
     def step_report(self) -> dict[str, object]:
-        """Return step signatures, device-to-host syncs, and the requests' resources. For use with `collective_rpc`."""
+        """Return step signatures, device-to-host syncs, and resources used by requests. Call through
+        `collective_rpc`."""
         return self.model_runner.step_report()
 
     def save_measurements(self) -> None:
-        """Save the measurements collected so far, if QUANT_CONFIG or draft_quant_config selects measuring.
+        """Save the measurements collected so far, if QUANT_CONFIG or draft_quant_config selects the measuring mode.
 
-        Can be called any number of times through `collective_rpc`. Shutdown also calls this method.
+        This method can be called any number of times through `collective_rpc`. It is also called at shutdown.
         """
         self.model_runner.save_measurements()
 
@@ -283,7 +284,6 @@ class Worker(WorkerBase):
         self.backend.memory.synchronize()
 
     def reset_encoder_cache(self) -> None:
-        """Reset the encoder cache. No-op for models without encoders."""
         self.model_runner.reset_encoder_cache()
 
     def shutdown(self) -> None:
@@ -299,11 +299,11 @@ class Worker(WorkerBase):
 
 
 def _shut_down_at_exit(reference: weakref.ref[Worker]) -> None:
-    """Shut down a worker whose engine runs in the caller's process and make processes exit quickly.
+    """Shut down a worker whose engine runs in the caller's process, and make processes exit quickly.
 
-    Since this function is registered after the device's software is loaded, it runs before torch_npu's exit function
-    destroys the process groups. After that, the worker could no longer leave them. vLLM kills child processes that take
-    more than five seconds to exit. Freezing the garbage collector skips a final pass over all loaded objects.
+    This function is registered after the software of the device is loaded, so it runs before torch_npu's exit function
+    destroys the process groups. Later, the worker could no longer leave these groups. vLLM kills child processes that
+    take more than five seconds to exit. Freezing the garbage collector avoids a final collection of all loaded objects.
     """
     worker = reference()
     if worker is not None and getattr(worker, "model_runner", None) is not None:  # vLLM has not shut it down yet

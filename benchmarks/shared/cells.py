@@ -1,4 +1,4 @@
-"""Cells of a comparison: what each asks of an engine, how they are drawn, and their prompts."""
+"""Cells of a comparison: the workload of each cell, random cells, and prompts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import numpy as np
 
 PLAIN = "no speculation"
 GREEDY, SAMPLED = (0.0, 1.0), (0.7, 0.9)
-"""Temperature and top-p of fixed cells."""
+"""Temperature and top-p of the fixed cells."""
 MOST_DRAFTS = 5
 Histogram = Sequence[tuple[float, int]]
-"""Tokens below which a share of the requests lies, in ascending order."""
-# ShareGPT, conversations with GPT-4: table 1 of "Llumnix: Dynamic Scheduling for Large Language Model Serving" (OSDI
-# 2024, arXiv 2406.03243) has the shares from 0.5 to 0.99. The ends are ours; those of outputs leave steps to be timed.
+"""Pairs of a fraction and a number of tokens, where this fraction of requests has fewer tokens, ascending."""
+# For ShareGPT conversations with GPT-4, table 1 of "Llumnix: Dynamic Scheduling for Large Language Model Serving" (OSDI
+# 2024, arXiv 2406.03243) contains the fractions from 0.5 to 0.99. The first and last entries are our choice; those for
+# outputs ensure that there are steps to measure.
 PROMPT_TOKENS: Histogram = ((0, 4), (0.5, 74), (0.8, 348), (0.95, 1484), (0.99, 3388), (1, 4096))
 OUTPUT_TOKENS: Histogram = ((0, 16), (0.5, 487), (0.8, 781), (0.95, 988), (0.99, 1234), (1, 2048))
 
@@ -24,15 +25,15 @@ class Cell:
     method: str
     num_drafts: int
     prompts: tuple[int, ...]
-    """Tokens of each request's prompt."""
+    """Number of tokens in the prompt of each request."""
     tokens: int
-    """Tokens to generate for each request."""
+    """Number of tokens to generate for each request."""
     temperature: float
     top_p: float
 
     @property
     def setup(self) -> tuple[str, int]:
-        """Return the setup of the engines. Cells with the same setup share them."""
+        """Return the setup of the engines. Cells with the same setup share engines."""
         return self.method, self.num_drafts
 
     @property
@@ -41,7 +42,7 @@ class Cell:
 
     @property
     def length(self) -> int:
-        """Return the most tokens that a request has, drafts included."""
+        """Return the maximum number of tokens in a request, including drafts."""
         return max(self.prompts) + self.tokens + self.num_drafts + 1
 
     def fits(self, limits: Limits) -> bool:
@@ -54,7 +55,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest cell to draw."""
+    """Upper limits for the size of random cells."""
 
     batch: int
     prompt_tokens: int
@@ -62,17 +63,18 @@ class Limits:
 
 
 def draw_lengths(rng: np.random.Generator, histogram: Histogram, count: int, most: int) -> list[int]:
-    """Draw lengths from a histogram, of the requests with at most `most` tokens."""
+    """Return random lengths from a histogram, limited to requests with at most `most` tokens."""
     shares, lengths = zip(*histogram, strict=True)
     drawn = rng.uniform(0, np.interp(most, lengths, shares), count)
     return [int(length) for length in np.interp(drawn, shares, lengths).round()]
 
 
 def draw_cells(seed: int, count: int, methods: Sequence[str], num_setups: int, limits: Limits) -> list[Cell]:
-    """Draw cells: every other one without drafts, the rest with one of `num_setups` draws of a method and its drafts.
+    """Return random cells: every other one without drafts, and the rest with one of `num_setups` random combinations of
+    a method and a number of drafts.
 
-    Batch sizes are uniform on a logarithmic scale. Half of the cells are greedy; the others have a temperature between
-    0.5 and 1 and a top-p between 0.8 and 1. A longer draw with the same seed begins with the same cells.
+    Batch sizes are uniform on a logarithmic scale. Half of the cells are greedy; the others have a temperature from 0.5
+    to 1 and a top-p from 0.8 to 1. With the same seed, a larger number of cells begins with the same cells.
     """
     rng = np.random.default_rng(seed)
     drafting = rng.permutation([method for method in methods if method != PLAIN])
@@ -95,16 +97,16 @@ def draw_cells(seed: int, count: int, methods: Sequence[str], num_setups: int, l
 
 
 def draw_prompt_cells(seed: int, count: int, longest: int) -> list[Cell]:
-    """Draw prompt lengths of at least 100 tokens, and return a cell for each at 1, 8 and 32 requests.
+    """Choose random prompt lengths of at least 100 tokens, and return a cell for each length with 1, 8 and 32 requests.
 
-    Lengths are uniform on a logarithmic scale.
+    Lengths are uniformly distributed on a logarithmic scale.
     """
     lengths = np.exp(np.random.default_rng(seed).uniform(np.log(100), np.log(longest), count)).round()
     return [Cell(PLAIN, 0, (int(length),) * batch, 4, *GREEDY) for length in sorted(lengths) for batch in (1, 8, 32)]
 
 
 def tail(texts: Sequence[Sequence[int]], last: int, length: int) -> list[int]:
-    """Return the last tokens of the texts up to the given one, going around from the first to the last text."""
+    """Return the last tokens of the texts up to index `last`, continuing from the last text at the first."""
     prompt: list[int] = []
     while len(prompt) < length:
         prompt[:0] = texts[last % len(texts)]
@@ -113,7 +115,7 @@ def tail(texts: Sequence[Sequence[int]], last: int, length: int) -> list[int]:
 
 
 def write_prompts(cell: Cell, seed: Iterable[int], texts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the cell's prompts: ends of texts, or random ids that every vocabulary has if there are no texts."""
+    """Return the prompts of a cell: the ends of texts or, if there are no texts, random IDs in every vocabulary."""
     rng = np.random.default_rng(list(seed))
     if texts:
         return [tail(texts, int(rng.integers(len(texts))), length) for length in cell.prompts]

@@ -1,4 +1,4 @@
-"""Options, subprocesses, read bandwidth, and output of the benchmarks."""
+"""Options, subprocesses, memory bandwidth, and output, shared by all benchmarks."""
 
 import argparse
 import contextlib
@@ -23,7 +23,7 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
 def check_platform(expected: str, chosen: str | None = None) -> None:
-    """Refuse another platform than this one; `chosen` is the module of vLLM's platform, if the caller knows it."""
+    """Reject any platform other than this one. `chosen` is the module of vLLM's platform, if the caller knows it."""
     if chosen is None:
         from vllm.platforms import current_platform
 
@@ -41,7 +41,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_num_drafts(parser: argparse.ArgumentParser, dest: str, default: int | list[int]) -> None:
-    """Add an option for one number, or for several if the default has several."""
+    """Add an option for the number of drafts, which takes several values if its default has several."""
     several = isinstance(default, list)
     add_shared(
         parser.add_argument,
@@ -71,12 +71,13 @@ def add_output_len(parser: argparse.ArgumentParser, default: int) -> None:
 
 
 def run_part(program: str, part: list[str], *, log_name: str, environment: dict[str, str], seconds: float) -> Any:
-    """Run `program` with `part` as its arguments, in a process of its own, and return what it handed back.
+    """Run `program` with the arguments `part` in a separate process, and return its result.
 
-    The child gets `--result FILE` and `--started TIME` and writes its answer there as JSON (see `hand_back`).
-    Its output goes to .bench/LOG.log; when it fails, the end of that is shown and RuntimeError raised.
+    The child process also gets `--result FILE` and `--started TIME` and writes its result to the file as JSON (see
+    `hand_back`). Its output is written to .bench/LOG.log. If the process fails, the end of this log is shown and
+    RuntimeError is raised.
     """
-    # Else a parent that is stopped would leave its child running.
+    # Otherwise, a parent process that is stopped would leave its child process running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     LOGS.mkdir(exist_ok=True)
     log_path = LOGS / f"{log_name}.log"
@@ -114,7 +115,7 @@ def run_part(program: str, part: list[str], *, log_name: str, environment: dict[
 
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
-    """Kill all processes of the child, since an engine that outlives it would disturb the next measurement."""
+    """Kill all processes of the child, because an engine that outlives it would disturb the next measurement."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
@@ -128,7 +129,7 @@ def hand_back(result: Path, answer: Any) -> None:
 
 
 def last_level_cache_bytes() -> int:
-    """Return the size of the first core's largest cache, or 64 MiB if the kernel does not report it."""
+    """Return the size of the largest cache of the first core, or 64 MiB if the kernel does not report it."""
     sizes = [64 << 20]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
@@ -138,7 +139,7 @@ def last_level_cache_bytes() -> int:
 
 
 def read_bandwidth(repeats: int = 7) -> float:
-    """Return the bytes per second that all threads together read from memory, the best of several passes."""
+    """Return the bytes per second that all threads together read from memory, the best of several measurements."""
     import torch
 
     num_bytes = max(1 << 30, 16 * last_level_cache_bytes())
@@ -155,7 +156,7 @@ def read_bandwidth(repeats: int = 7) -> float:
 
 
 def warn_if_busy() -> None:
-    """Warn if other processes used the cores during the last minute."""
+    """Warn if other processes have used the cores during the last minute."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > cores / 2:
         log(f"warning: the load average is {load:.1f} on {cores} cores: other work runs and will show in the figures")
@@ -176,7 +177,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def model_folder(model: str) -> Path:
-    """Return the folder of a model, which is downloaded if a Hugging Face id names it."""
+    """Return the folder of a model, which is downloaded if `model` is a Hugging Face ID."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -195,7 +196,6 @@ def kv_bytes_per_token(folder: Path, bytes_per_value: int) -> int:
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """Return a markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -203,7 +203,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 def write_rows(
     options: argparse.Namespace, settings: Iterable[str], rows: list[Any], machine: Any = None, **more: Any
 ) -> None:
-    """Write rows of results to the file named by --json, with the options named in `settings`."""
+    """Write result rows to the file given by --json, with the options named in `settings`."""
     used_settings = {name: getattr(options, name) for name in settings}
     write_json(options.json, {**used_settings, **more, "rows": rows, "machine": machine or describe_machine()})
 

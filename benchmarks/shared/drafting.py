@@ -1,4 +1,4 @@
-"""Prompts, drafters, engines, acceptance per request with its intervals, and kept results."""
+"""Prompts, drafters, engines, acceptance per request with confidence intervals, and stored results."""
 
 import argparse
 import gc
@@ -27,14 +27,14 @@ EAGLE = {"method": "eagle", "model": str(DEMO / "eagle-head")}
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 SUFFIX = {"method": "suffix"}
 
-# The engine in the child's own process, where a benchmark can reach it.
+# Run the engine in the child's own process, where a benchmark can access it.
 IN_PROCESS = {
     **QUIET,
     "VLLM_PLUGINS": "gaudi_spec",
     "VGS_DEVICE": os.environ.get("VGS_DEVICE") or "cpu",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
-# Default options of an engine.
+# Default engine options.
 ENGINE: dict[str, Any] = dict(
     dtype="float32",
     kv_cache_memory_bytes=512 << 20,
@@ -48,7 +48,7 @@ RESAMPLES = 2000
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options by which `common.run_part` starts a program again."""
+    """Return a parser with the options that `common.run_part` uses to start a program again."""
     parser = Parser(description=doc)
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
@@ -57,7 +57,7 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def add_acceptance_options(parser: argparse.ArgumentParser, report: str) -> None:
-    """Add the options of programs that measure cases one by one and keep the results."""
+    """Add options of programs that measure cases one by one and store the results."""
     common.add_output_len(parser, 64)
     parser.add_argument("--prompts", type=int, metavar="N", help="prompts of each kind (default: all, 24 and 8)")
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="concurrency")
@@ -71,11 +71,11 @@ def add_acceptance_options(parser: argparse.ArgumentParser, report: str) -> None
 
 
 FLAGS = {"tokens": "--output-len", "drafts": "--num-speculative-tokens", "batch_size": "--batch-size"}
-"""Maps attributes to their options, if the names differ."""
+"""Maps attributes to option names, if the names differ."""
 
 
 def cli(options: argparse.Namespace, *names: str) -> list[str]:
-    """Return the given ones of these options as arguments for a part."""
+    """Return those of these options that were given, as arguments for a child process."""
     words: list[str] = []
     for name in names:
         value = getattr(options, name)
@@ -107,7 +107,7 @@ def run_whole(whole: Callable[[], None]) -> int:
 
 
 def prompt_sets(limit: int | None = None) -> dict[str, list[str]]:
-    """Return the repetitive texts of the full tests, and the eight fixed prompts of spec_decode.py."""
+    """Return the repetitive texts from the full tests, and the eight fixed prompts from spec_decode.py."""
     sys.path.append(str(TESTS))
     from repetitive import repetitive_prompts
 
@@ -117,7 +117,7 @@ def prompt_sets(limit: int | None = None) -> dict[str, list[str]]:
 
 
 def general_prompts(limit: int | None = None) -> list[str]:
-    """Return questions unlike those that the demo's drafters were trained on."""
+    """Return questions that differ from those on which the demo's drafters were trained."""
     written = runpy.run_path(str(DEMO / "training_prompts.py"))
     return [written["as_chat"](question) for question in written["OUT_OF_TEMPLATE"][:limit]]
 
@@ -126,19 +126,19 @@ TEXTS = ("openings", "general", "mixed")
 
 
 def texts_named(name: str, limit: int | None = None) -> list[str]:
-    """Load one of `TEXTS`."""
-    if name == "mixed":  # what the drafters were trained on, and what they were not
+    """Load one of the sets in `TEXTS`."""
+    if name == "mixed":  # texts like those on which the drafters were trained, and others
         return [text for pair in zip(*map(texts_named, TEXTS[:2]), strict=False) for text in pair][:limit]
     return general_prompts(limit) if name == "general" else prompt_sets(limit)["openings"]
 
 
 def random_prompts(length: int, count: int) -> list[list[int]]:
-    """Return prompts of random token ids that every vocabulary has."""
+    """Return prompts of random token IDs that every vocabulary contains."""
     return np.random.default_rng(0).integers(3, 512, (count, length)).tolist()
 
 
 def encode(tokenizer: Any, texts: list[str], bos: bool) -> list[list[int]]:
-    """Encode texts, with a beginning-of-text token if `bos`, which some models need and others do not know."""
+    """Encode texts. `bos` adds a beginning-of-text token, which some models need and others do not have."""
     before = [tokenizer.bos_token_id] if bos else []
     return [before + tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
@@ -160,7 +160,7 @@ def engine(model: str, speculative_config: dict[str, Any] | None = None, **optio
 
 
 def sampling(temperature: float, tokens: int, seed: int, num_drafts: int | None = None) -> Any:
-    """Make sampling parameters with the request's number of drafts; None leaves it to the engine."""
+    """Return sampling parameters with the given number of drafts per request. None leaves the number to the engine."""
     from vllm import SamplingParams
 
     extra = None if num_drafts is None else {"num_speculative_tokens": num_drafts}
@@ -168,7 +168,7 @@ def sampling(temperature: float, tokens: int, seed: int, num_drafts: int | None 
 
 
 def ask(llm: Any, prompts: list[list[int]], temperature: float, tokens: int, num_drafts: int) -> dict[str, Any]:
-    """Run the prompts; return each request's counts and the total seconds."""
+    """Run the prompts, and return the counts of each request and the total seconds."""
     params = [sampling(temperature, tokens, 1000 * num_drafts + i, num_drafts) for i in range(len(prompts))]
     started = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
@@ -177,10 +177,10 @@ def ask(llm: Any, prompts: list[list[int]], temperature: float, tokens: int, num
 
 
 def counts(completion: Any) -> dict[str, Any]:
-    """Return a request's tokens, target steps, and accepted drafts of each step that had drafts.
+    """Return a request's numbers of tokens and target steps, and the accepted drafts in each step with drafts.
 
-    The first token is left out, since the prompt yields it. No step goes past the end, so each token that was not
-    drafted is one step's.
+    The first token is excluded, because it is sampled in the prompt's step. No step extends past the end, so every
+    token that was not drafted belongs to a separate step.
     """
     metrics = completion.spec_decode_metrics
     accepted = [] if metrics is None else list(metrics.per_step_accepted)
@@ -207,9 +207,9 @@ class Estimate:
 
 
 class Rates:
-    """Tokens per target step and acceptance by position, with 95 % intervals: a bootstrap over the requests.
+    """Tokens per target step and acceptance by position, with 95 % intervals from a bootstrap over requests.
 
-    The resamples are the same for equal numbers of requests, so two methods on the same prompts compare in pairs.
+    The resamples are the same for equal numbers of requests, so methods with the same prompts are compared in pairs.
     """
 
     def __init__(self, requests: list[dict[str, Any]], num_drafts: int) -> None:
@@ -231,9 +231,9 @@ class Rates:
         return _estimate(value, self._resampled() / other._resampled())
 
     def positions(self) -> list[Estimate]:
-        """Return the share of target steps that accepted so many drafts or more.
+        """Return, for each number of drafts, the fraction of target steps in which at least that many were accepted.
 
-        The last steps of a request count as well, although fewer than k drafts may fit.
+        The last steps of a request are included, although fewer than k drafts may fit in them.
         """
         steps_S = self._weights_SN @ self._steps_N
         return [_estimate(at_N.sum() / self._steps_N.sum(), self._weights_SN @ at_N / steps_S) for at_N in self._at_KN]
@@ -252,7 +252,7 @@ def _estimate(value: float, resampled_S: np.ndarray) -> Estimate:
 
 @dataclass
 class Kept:
-    """The finished cases of a report and their settings, written after each case."""
+    """The finished cases and the settings of a report, which are written after each case."""
 
     path: Path
     settings: dict[str, Any]
@@ -278,7 +278,7 @@ class Kept:
 
 
 def measure_missing(program: str, names: list[str], stored: Kept, part: list[str], seconds: float = 1800) -> list[str]:
-    """Each case in a process of its own; returns why some could not be measured."""
+    """Measure each missing case in its own process, and return the reasons why some could not be measured."""
     failures = []
     missing = [name for name in names if name not in stored.cases]
     for index, name in enumerate(missing, 1):
@@ -305,8 +305,8 @@ def measure_kept(
     show: Callable[[dict[str, Any]], None],
     more: tuple[str, ...] = (),
 ) -> None:
-    """Measure the cases that the report lacks, then show all. `settings` are the options that a report is made with;
-    `more` are others that a part needs to know."""
+    """Measure the cases that are missing in the report, and then show all of them. `settings` are the options that
+    determine the report; `more` are other options that child processes need."""
     stored = Kept.open(options.json, {name: getattr(options, name) for name in settings}, options.fresh)
     failures = measure_missing(program, chosen(names, options.only), stored, cli(options, *settings, *more))
     show(stored.cases)

@@ -1,7 +1,7 @@
-"""Models of a given shape with random weights, and the engine that runs them in this process.
+"""Models of a given size with random weights, and the engine that runs them in this process.
 
-Speed depends on shapes, not on what was learned: a folder with a config.json is enough for vLLM's `dummy` loader.
-VGS_DEVICE names the device.
+Speed depends on shapes rather than on trained weights, so a folder with a config.json is enough for vLLM's `dummy`
+loader. VGS_DEVICE selects the device.
 """
 
 from __future__ import annotations
@@ -78,13 +78,14 @@ SIZES: dict[str, dict[str, int]] = {
 }
 DRAFTERS = {"8b": "0.5b", "1.5b": "0.5b", "tiny": "tiny-draft"}
 DTYPES = {"8b": torch.bfloat16, "1.5b": torch.bfloat16, "small": torch.bfloat16, "tiny": torch.float32}
-# Bytes per second by the vendors' datasheets.
+# Bytes per second, according to vendors' datasheets.
 DATASHEET_BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}
 MAX_LEN = 32768
 
 
 def write_model(folder: Path, size: str, words: Iterable[str] = (), **changes: Any) -> str:
-    """A Llama of that shape, as vLLM finds it. `words`: what its tokenizer knows from id 3 on."""
+    """Write a Llama of the given size in a folder from which vLLM can load it, and return the folder. `words` are the
+    tokens of its tokenizer from ID 3 on."""
     from tokenizers import Tokenizer, decoders, models
 
     made = folder / size
@@ -106,7 +107,7 @@ def write_model(folder: Path, size: str, words: Iterable[str] = (), **changes: A
     (made / "config.json").write_text(json.dumps(config))
     vocab = {word: number for number, word in enumerate(("<unk>", "<s>", "</s>", *words))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.decoder = decoders.ByteLevel()  # universal drafting reads from it which bytes a word stands for
+    tokenizer.decoder = decoders.ByteLevel()  # universal drafting reads from it which bytes a token represents
     tokenizer.save(str(made / "tokenizer.json"))
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     (made / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
@@ -114,7 +115,7 @@ def write_model(folder: Path, size: str, words: Iterable[str] = (), **changes: A
 
 
 def weight_bytes(shape: dict[str, int], dtype: torch.dtype) -> int:
-    """Return the bytes of weights that a step reads: all but the embedding table, which it reads by row."""
+    """Return the number of bytes of weights that a step reads: all but the embedding table, which is read by row."""
     hidden, heads, kv = shape["hidden_size"], shape["num_attention_heads"], shape["num_key_value_heads"]
     size = shape["head_dim"]
     layer = hidden * size * (2 * heads + 2 * kv) + 3 * hidden * shape["intermediate_size"] + 2 * hidden
@@ -122,12 +123,12 @@ def weight_bytes(shape: dict[str, int], dtype: torch.dtype) -> int:
 
 
 def kv_bytes(shape: dict[str, int], dtype: torch.dtype) -> int:
-    """Return the bytes of KV of one token in all layers."""
+    """Return the number of bytes of KV per token, summed over all layers."""
     return 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * dtype.itemsize
 
 
 def rates_of(rate: float, k: int) -> list[float]:
-    """Return the probability that the first 1, 2, ... k drafts are all accepted."""
+    """Return the probabilities that the first 1, 2, ... k drafts are all accepted."""
     return [rate ** (i + 1) for i in range(k)]
 
 
@@ -135,14 +136,14 @@ def rates_of(rate: float, k: int) -> list[float]:
 
 
 def keep_engine_here() -> None:
-    """Run engines in this process, so that their runner can be reached."""
+    """Run engines in this process, so that their runner can be accessed."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
 @contextmanager
 def engine(size: str, speculative_config: dict[str, Any] | None, drafter: str | None = None, **options: Any) -> Any:
-    """vLLM with a model of that shape; `drafter` is the shape of a draft model, where the method is one. Buckets and
-    the like are `gaudi_spec`."""
+    """Return an `LLM` with a model of the given size. `drafter` is the size of the draft model, for methods that use
+    one. Options such as buckets are passed as `gaudi_spec`."""
     from benchmarks.shared import drafting
 
     keep_engine_here()
@@ -166,7 +167,7 @@ def runner_of(llm: Any) -> Any:
 
 
 def fill_kv(llm: Any) -> None:
-    """Random KV, since zeros are cheaper to multiply than what is served."""
+    """Fill the KV cache with random values, because multiplying zeros takes less time than multiplying real values."""
     seen = set()
     for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values():
         for tensor in _tensors(layer.kv_cache):
@@ -196,10 +197,10 @@ def seconds_of(
     repeats: int,
     synchronize: Callable[[], Any] = lambda: None,
 ) -> float:
-    """Return the median time of `work` over several runs. `before` runs untimed ahead of each.
+    """Return the median time of `work` over several runs. Before each run, `before` is called without being timed.
 
-    On a GPU this is the device's own time, by events: it never waits for the host. On other devices it is the host's
-    clock, with `synchronize` waiting for the device.
+    On a GPU, this is the device's own time, measured with events, which never waits for the host. On other devices, it
+    is measured with the host's clock, and `synchronize` waits for the device.
     """
     work()
     if not on_accelerator():
@@ -214,7 +215,7 @@ def seconds_of(
         return median(times)
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     torch.cuda.synchronize()
-    # Something for the device to do while the host runs ahead.
+    # Keep the device busy while the host runs ahead.
     torch.cuda._sleep(20_000_000)
     for begin, end in events:
         before()
@@ -226,8 +227,8 @@ def seconds_of(
 
 
 def bandwidth() -> dict[str, float]:
-    """Bytes per second: measured, and by the datasheet where there is one. On an accelerator a large copy, read and
-    written bytes together; on a CPU what all threads read."""
+    """Return the bandwidth in bytes per second, both measured and, if available, from the datasheet. On an accelerator,
+    a large copy is measured, counting bytes read and written; on a CPU, reads by all threads are measured."""
     if not on_accelerator():
         return {"measured": common.read_bandwidth(3)}
     measured = {"measured": _copy_rate()}
@@ -252,7 +253,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def name_device() -> str:
-    """Return the name of the card or the processor that computes, with the number of its cores."""
+    """Return the name of the card or processor, and the number of the processor's cores."""
     if on_accelerator():
         return f"{torch.cuda.get_device_name()}, {torch.cuda.get_device_properties().multi_processor_count} cores"
     machine = common.describe_machine()

@@ -1,7 +1,7 @@
-"""Break down the host's time in a step by the runner's own functions, each without the functions it calls.
+"""Break down the host's time in a step by the runner's functions, each without the functions that it calls.
 
-On a CPU, these are the times of the step's parts. On a card, a call only hands its graph over, and the host waits for
-the card in a phase of its own.
+On a CPU, these are the times that the parts of a step take. On a card, a call only launches its graph, and the host
+waits for the card in a separate phase.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ PHASES = (
     "rest",
     WAIT,
 )
-"""The phases of a step, in order."""
+"""The phases of a step in order."""
 
 
 class Phases:
-    """Collects the seconds of the phases that run in any thread while a runner is watched."""
+    """Collects the seconds of each phase, in any thread, while a runner is watched."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
@@ -59,7 +59,7 @@ class Phases:
         return run
 
     def _charge(self, callers: list[str]) -> None:
-        """Charge the time since the last call or return to the function that was running."""
+        """Add the time since the last call or return to the function that was running."""
         now = time.perf_counter()
         if callers:
             self._seconds[callers[-1]] += now - self._thread.since
@@ -78,7 +78,7 @@ class Phases:
         finally:
             del runner.backend.memory.start_download
             for owner, name, original in reversed(before):
-                if original is None:  # the object had the function from its class
+                if original is None:  # the object inherited the function from its class
                     delattr(owner, name)
                 else:
                     setattr(owner, name, original)

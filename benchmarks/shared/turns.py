@@ -1,4 +1,4 @@
-"""Engines side by side, each in a process of its own, that take turns: a slow minute of the machine meets them all."""
+"""Engines side by side, each in its own process, that take turns, so that a slow period affects them all."""
 
 import argparse
 import contextlib
@@ -25,7 +25,7 @@ Turn = dict[str, float]
 
 
 def parser_of(doc: str | None, turns: int, drafts_help: str = "drafts per step") -> argparse.ArgumentParser:
-    """`turns`: the default, of each engine."""
+    """`turns` is the default number of turns for each engine."""
     from benchmarks.shared import drafting
 
     parser = Parser(description=doc)
@@ -52,12 +52,13 @@ def parser_of(doc: str | None, turns: int, drafts_help: str = "drafts per step")
 
 
 class Engine:
-    """`LLM(model, **options)` in a process of its own, with `environment`; it answers batches of fixed prompts."""
+    """`LLM(model, **options)` in its own process with `environment`, which answers batches of fixed prompts."""
 
     def __init__(
         self, name: str, model: str, environment: dict[str, str], texts: str | int | None, **options: Any
     ) -> None:
-        """`texts`: the prompts of turns, one of `drafting.TEXTS` or the length of random ones; None without turns."""
+        """`texts` selects the prompts for turns: one of `drafting.TEXTS`, or the length of random prompts. None if
+        there are no turns."""
         common.LOGS.mkdir(exist_ok=True)
         self._log = common.LOGS / f"{name.replace('/', '-')}.log"
         self._pipe, theirs = multiprocessing.Pipe()
@@ -70,27 +71,27 @@ class Engine:
         try:
             self.platform: str = self._answer()
         except BaseException:
-            self.close()  # it must not run beside the engines that are measured
+            self.close()  # this engine must not run next to those that are measured
             raise
         self.startup_s = time.perf_counter() - started
 
     def turn(self, batch: int, tokens: int, first: int, rounds: int = 1) -> float:
-        """Return the seconds that `rounds` times `batch` greedy requests take, past any end token.
+        """Return the seconds that `rounds` times `batch` greedy requests take, which generate past any end token.
 
-        Of these, `batch` run at a time. Each has `tokens` tokens; with several rounds the lengths vary around that, so
-        that requests end one by one. Their prompts begin with the one of index `first`.
+        At most `batch` requests run at a time. Each request generates `tokens` tokens; with several rounds, lengths
+        vary around this number, so that requests end one by one. The first prompt has the index `first`.
         """
         self._pipe.send((batch, tokens, first, rounds))
         return float(self._answer())
 
     def counter(self, name: str) -> int:
-        """Return the value of one of vLLM's counters, or 0 where there is none of that name."""
+        """Return the value of one of vLLM's counters, or 0 if there is no counter of that name."""
         self._pipe.send(name)
         value: int = self._answer()
         return value
 
     def call(self, work: Callable[[Any], Any]) -> Any:
-        """Return what `work`, which has to be a function of a module or a partial of one, returns for the `LLM`."""
+        """Return the result of `work` called with the `LLM`. `work` must be a module's function or a partial of one."""
         self._pipe.send(work)
         return self._answer()
 
@@ -98,7 +99,7 @@ class Engine:
         if self._process.is_alive():
             self._pipe.send(None)
             self._process.join(60)
-        # With it goes what it started.
+        # This also ends the processes that it has started.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -146,7 +147,7 @@ def _serve(
             batch, tokens, first, rounds = asked
             numbers = range(first, first + rounds * batch)
             lengths = [tokens if rounds == 1 else tokens // 2 + tokens * (number % 5) // 4 for number in numbers]
-            # Seeds of their own: with one for all, what is accepted at a position is one draw.
+            # Each request has its own seed. With one seed, acceptance at a position would be a single random draw.
             params = [drafting.sampling(0.0, length, seed) for length, seed in zip(lengths, numbers, strict=True)]
             requests = [{"prompt_token_ids": prompts[number % len(prompts)]} for number in numbers]
             started = time.perf_counter()
@@ -171,7 +172,7 @@ def _answer_requests(engine: Any, requests: list[Any], params: list[Any], concur
 
 
 def take(engines: dict[str, Asked], count: int, ask: Callable[[Asked], Answer]) -> list[dict[str, Answer]]:
-    """So many turns of each, in changing order."""
+    """Run `count` turns of each engine, in changing order."""
     return [
         {name: ask(engines[name]) for name in (engines if number % 2 else reversed(engines))} for number in range(count)
     ]
@@ -179,7 +180,7 @@ def take(engines: dict[str, Asked], count: int, ask: Callable[[Asked], Answer]) 
 
 @contextlib.contextmanager
 def side_by_side() -> Iterator[dict[str, Engine]]:
-    """Yield a dictionary for engines by name. The engines in it end with the block, whatever happens."""
+    """Yield a dictionary for engines by name. Its engines are closed at the end of the block, even after an error."""
     engines: dict[str, Engine] = {}
     try:
         yield engines
@@ -189,11 +190,11 @@ def side_by_side() -> Iterator[dict[str, Engine]]:
 
 
 def ratio(turns: list[Turn], one: str, other: str) -> tuple[float, float, float]:
-    """Return the speed of one over that of the other, with its 95 % confidence interval.
+    """Return the speed of one engine relative to another, with a 95 % confidence interval.
 
-    Both come from the order of the ratios of neighboring turns: the median, and the narrowest interval between two of
-    them that has 95 % whatever their distribution. With nine turns or more, one that stalled is outside. With fewer
-    than six there is none, and the bounds are the least and the greatest ratio.
+    Both are computed from the sorted ratios of neighboring turns: the median, and the narrowest interval between two
+    ratios that covers 95 % for any distribution. With nine turns or more, a single turn that stalled is outside the
+    interval. With fewer than six turns, there is no such interval, and the bounds are the minimum and maximum ratios.
     """
     ratios = sorted(turn[other] / turn[one] for turn in turns)
     skipped = max(0, _count_outside(len(ratios)) - 1)
@@ -201,12 +202,12 @@ def ratio(turns: list[Turn], one: str, other: str) -> tuple[float, float, float]
 
 
 def is_range(num_turns: int) -> bool:
-    """Whether so few turns have no 95 % interval."""
+    """Whether there are too few turns for a 95 % interval."""
     return not _count_outside(num_turns)
 
 
 def _count_outside(count: int) -> int:
-    """Return the most values for which at most 2.5 % of samples have fewer of their `count` values below the median."""
+    """Return the largest number such that at most 2.5 % of samples have fewer of `count` values below the median."""
     below = accumulate(comb(count, number) for number in range(count))
     return sum(ways <= 0.025 * 2**count for ways in below)
 

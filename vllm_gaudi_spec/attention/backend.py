@@ -1,4 +1,4 @@
-"""vLLM attention implementation that uses the device's kernels."""
+"""Attention implementation for vLLM that calls the device's kernels."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
     """See `AttentionLayerSpec`."""
     layer_operations = False
     kv_dtype: torch.dtype | None = None
-    """KV cache dtype if it differs from the model's dtype."""
+    """The KV cache's dtype, if it differs from the model's dtype."""
     zero_padding: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Zeroes the padding queries while the layer is calibrated."""
+    """Zeroes the padding queries while the layer is being calibrated."""
     slopes: torch.Tensor | None
 
     def __init__(
@@ -68,11 +68,11 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         has_model = config is not None and config.model_config is not None
         self.model_type: str = config.model_config.hf_text_config.model_type if has_model else ""
         self.sinks = sinks
-        """Attention sinks, which are a model parameter."""
+        """Attention sinks, which are model parameters."""
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.register_buffer("slopes", slopes, persistent=False)
         self.has_written = False
-        """Whether the layer's KV was ever written. This is checked after warm-up."""
+        """Whether this layer has ever written KV. The value is checked after warm-up."""
 
     def make_layer_operations(self) -> None:
         """Turn matmuls, softmax and caches into submodules of this layer, so that they can be replaced."""
@@ -83,7 +83,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
     def quantize_kv(self, dtype: torch.dtype, k_cache: VLLMKVCache, v_cache: VLLMKVCache, matmul: Matmul) -> None:
         """Store KV in `dtype` from now on.
 
-        `matmul` multiplies the values read from the caches, unless the layer has its own operations.
+        `matmul` multiplies the values read from the caches, unless the layer has its own matmul module.
         """
         self.kv_dtype = dtype
         self.k_cache, self.v_cache = k_cache, v_cache
@@ -91,10 +91,10 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             self.matmul_qk, self.softmax, self.matmul_av = matmul, Softmax(), matmul
 
     def bind(self, layer: Any, kv_cache: Any, backend: DeviceBackend) -> None:
-        """Choose the device's kernel for a layer and its KV cache.
+        """Choose the device's attention kernel for a layer and its KV cache.
 
-        Raises RuntimeError if the layer and the cache have different shapes or dtypes: kernels read both from the
-        layer and would write past the end of a smaller cache.
+        Raises RuntimeError if the layer and the cache differ in shape or dtype. Kernels take both from the layer, so
+        they would write past the end of a smaller cache.
         """
         self.has_written = False
         found = backend.attention.kv_shape(kv_cache)
@@ -137,7 +137,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         slot_mapping: torch.Tensor,
     ) -> None:
         assert key.dtype == self.dtype
-        # This block may be assigned to another request while it still holds the values written here.
+        # This KV block may later be assigned to another request while it still holds the values written here.
         key, value = self._finite(key), None if value is None else self._finite(value)
         self._ops.write_kv(key, value, kv_cache, slot_mapping, self.spec)
         self.has_written = True
@@ -160,7 +160,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             query = self.zero_padding(query)
         spans = attn_metadata.spans
         if spans is not None and spans.in_windows_only and self.sliding_window is None:
-            attn_metadata = replace(attn_metadata, spans=None)  # the copy shares the plans
+            attn_metadata = replace(attn_metadata, spans=None)  # the copy shares the cached plans
         stores_own_kv = self.kv_dtype is None and self.kv_sharing_target_layer_name is None
         if attn_metadata.from_start and stores_own_kv and key is not None and value is not None:
             attn_metadata = replace(attn_metadata, fresh_kv=(self._finite(key), self._finite(value)))
@@ -175,10 +175,10 @@ def attend_layer(
     value_TKD: torch.Tensor | None,
     index: IndexQueries | None = None,
 ) -> torch.Tensor:
-    """Write a layer's KV, then attend. Returns [T, H, output size].
+    """Write a layer's KV and compute its attention. Returns [T, H, output size].
 
-    Without a key, the layer reads KV that another layer has written. `index` contains the index queries if the layer
-    selects keys.
+    Without a key, the layer reads the KV that another layer has written. `index` contains the index queries if the
+    layer selects keys.
     """
     context = get_forward_context()
     if key_TKD is not None and layer.impl.kv_sharing_target_layer_name is None:

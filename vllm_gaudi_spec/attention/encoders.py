@@ -1,6 +1,6 @@
-"""Encoder attention for images and audio on devices that capture steps. Importing this replaces vLLM's version.
+"""Encoder attention for images and audio on devices that capture steps. Importing this module replaces vLLM's version.
 
-S  tokens in all sequences of an encoder call        E  sequences
+S: tokens in all sequences of an encoder call. E: sequences.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from vllm_gaudi_spec.upstream.layers import MMEncoderAttention
 
 @MMEncoderAttention.register_oot
 class MaskedEncoderAttention(MMEncoderAttention):
-    """Attention with a mask that separates sequences.
+    """Encoder attention that uses a mask to separate sequences.
 
-    vLLM's layer reads sequence boundaries on the host and splits tokens there. A captured graph would have to wait
-    for that read, and its shapes would depend on the sequence lengths.
+    vLLM's layer reads sequence boundaries on the host and splits tokens there. In a captured graph, that would require
+    a device-to-host sync, and shapes would depend on the sequence lengths.
     """
 
     def forward_oot(

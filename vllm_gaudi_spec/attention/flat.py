@@ -1,12 +1,12 @@
-"""Paged attention over a flat block list. Each block is read once, regardless of query count and longest row.
+"""Paged attention over a flat list of KV blocks, which reads each block once regardless of the number of queries.
 
-Letters are the same as in padded.py, except that N also counts list entries. An entry consists of one or more blocks
-(`choose_group`), and S is then the number of keys per entry. Only queries in the row that owns an entry attend to it.
-The softmax uses the row's maximum, and results are summed over the row's entries. To bound memory use, a long list is
-read in slices, and each row's maximum and sums are carried from one slice to the next.
+The dimension letters are the same as in padded.py, except that N also counts list entries. An entry consists of one or
+more blocks (`choose_group`), and S is then the number of keys per entry. Only queries in the row that owns an entry
+attend to that entry. The softmax uses each row's maximum score, and results are summed over the row's entries. To bound
+memory use, a long list is read in slices, and each row's maximum and sums are carried from one slice to the next.
 
-Intel's PyTorch bridge has an operator `block_softmax`, but vllm-gaudi disables it on every card. It has not been run
-here with several queries per row or float32 scores.
+Intel's PyTorch bridge has the operator `block_softmax`, but vllm-gaudi disables it on every card. This project has not
+run the operator with several queries per row or with float32 scores.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from vllm_gaudi_spec.attention.selection import group_index_queries, score_keys,
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The data that layers with the same mask share within a call."""
+    """Data shared by layers with the same mask during one attention call."""
 
     seen: torch.Tensor
-    """bool [N, 1, 1, Q, S]: which of an entry's keys each query attends to."""
+    """bool [N, 1, 1, Q, S]: the keys in an entry to which each query attends."""
     readers_N: torch.Tensor
-    """The row whose queries attend to each entry. Padding belongs to an extra last row, whose result is ignored."""
+    """The batch row whose queries attend to each entry. Padding belongs to an extra last row with an ignored result."""
     owned_N1: torch.Tensor
 
 
@@ -52,19 +52,19 @@ def attend(
     call: AttentionCall,
     spec: AttentionLayerSpec,
 ) -> torch.Tensor:
-    """Attend over listed blocks. Returns [T, H, output size].
+    """Compute attention over the listed blocks. Returns [T, H, output size].
 
     Blocks may be views with any strides. All listed blocks must be finite, including the pad block. `values_NSKD` is
-    None if values are part of the keys. The result is zero for a query without visible keys.
+    None if values are part of the keys. A query without visible keys gets a result of zero.
     """
     flat = call.flat
     assert flat is not None, "the call lists no blocks"
     assert call.spans is None, "of prompts, which are not listed"
     plan = call.plan(("flat", spec.mask_key), lambda: _make_plan(call, spec))
-    # One matmul sums the entries of all rows, so NaN in one row would spread to all rows.
+    # One matmul sums the entries of all rows, so a NaN in one row would spread to all of them.
     query = finite(group_queries(query_THD, call, spec))
     num_entries, size = len(flat.rows_N), flat.group_size
-    # Padding in incomplete entries must not cause an extra slice.
+    # The padding of incomplete entries must not add another slice.
     length = SLICE if size == 1 else max(SLICE * 33 // (32 * size), 1)
     slices = [range(begin, min(begin + length, num_entries)) for begin in range(0, num_entries, length)]
 
@@ -85,32 +85,32 @@ def attend(
     shape = (call.num_rows, spec.num_kv_heads, group, call.num_queries)
     weights = sums.weights_BL.view(shape)
     if spec.sinks_H is not None:
-        # Sinks count once per row. If a sink is far above the row's maximum, the weight is inf and the result is zero.
+        # Each row counts its sinks once. If a sink is far above the row's maximum, its weight is inf and the result 0.
         row_max = sums.row_max[:-1].view(shape) * sums.scale
         weights = weights + torch.exp(expand_per_head(spec.sinks_H, spec).squeeze(-1) - row_max)
-    # The row's maximum contributes 1, so only queries without visible keys have a smaller sum. Their output is 0.
+    # A row's maximum score adds 1 to the sum. Only queries without visible keys have a smaller sum; their result is 0.
     result = sums.total.view(*shape, spec.output_size).float() / weights.clamp(min=1.0).unsqueeze(-1)
     return reshape_by_token(result, spec)
 
 
 SLICE = 4096
-"""The number of blocks to read at once.
+"""The number of KV blocks to read at once.
 
-With 32 heads, 4 queries per row and 128-token blocks, the float32 scores of a slice take 256 MiB, and there are several
-copies of them. Gathered bfloat16 keys for 8 heads of size 128 take 1 GiB.
+With 32 heads, 4 queries per row and 128-token blocks, the float32 scores for a slice take 256 MiB, and several copies
+of these scores exist at a time. The gathered bfloat16 keys for 8 heads of size 128 take 1 GiB.
 """
 
 
 _MOST_BLOCKS = 8
-"""The maximum number of blocks in an entry, which corresponds to 1024 keys in one matmul."""
+"""The maximum number of blocks in an entry. Eight blocks have 1024 keys, which one matmul processes."""
 
 
 @cache
 def choose_group(num_blocks: int, num_rows: int, most_left_over: int = 1) -> int:
-    """Return how many neighboring blocks of a row form an entry. The number is a power of two.
+    """Return the number of neighboring blocks per entry, which is a power of two.
 
-    For a few queries, a matrix engine takes about as long for one block as for several. However, each row may leave
-    up to `most_left_over` entries incomplete, and gathering takes longer than multiplying. Padding is therefore
+    With few queries, a matrix engine multiplies several blocks in about the same time as one. However, each row may
+    leave up to `most_left_over` entries incomplete, and gathering takes longer than multiplying. Padding is therefore
     limited to 1/32 of the list.
     """
     size = 1
@@ -128,17 +128,17 @@ def _fetch(stored_NSKD: torch.Tensor, cache: VLLMKVCache, flat: FlatBlocks, entr
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Sums over each row's entries so far. There are L = K * G * Q lanes, one per query and head."""
+    """Running sums over each row's entries. L = K * G * Q is the number of query-head pairs per row."""
 
     row_max: torch.Tensor
-    """float32 [B + 1, L]: maximum score before scaling. The last row is padding."""
+    """float32 [B + 1, L]: maximum score before scaling, with padding in the last row."""
     scale: float
     total: torch.Tensor
-    """[B, L * output size]: sum of weighted values."""
+    """[B, L * output size]: sum of the weighted values."""
     weights_BL: torch.Tensor
 
     def plus(self, before: _Sums) -> _Sums:
-        """Add the sums over earlier entries, whose maximum does not exceed this one."""
+        """Add the sums over earlier entries, whose maximum score is at most the current one."""
         rescale_BL = torch.exp((before.row_max - self.row_max)[:-1] * self.scale)
         earlier = before.total.float().unflatten(1, (rescale_BL.shape[1], -1)) * rescale_BL[..., None]
         return _Sums(
@@ -167,8 +167,8 @@ def _attend_slice(
         values = _fetch(values_NSKD, spec.operations.v_cache, flat, entries)
     query, matmul = query.index_select(0, _cut(plan.readers_N, entries)), spec.operations.matmul_qk
     if not spec.logits_soft_cap and spec.slopes_H is None:
-        # Keep scores in the matrix engine's output dtype until the maximum is subtracted: the values are the same, but
-        # bfloat16 takes half the memory of float32. Weights are rounded to the input dtype of the next matmul.
+        # Keep scores in the matmul's output dtype until the maximum is subtracted: the values are the same, and
+        # bfloat16 takes half the memory of float32. Round the softmax weights to the input dtype of the next matmul.
         scores, scale = multiply(query, keys, call, spec, matmul), spec.scale
     else:
         scores, scale = score(query, keys, call, spec, matmul), 1.0
@@ -177,11 +177,11 @@ def _attend_slice(
             ("flat distances", spec.block_size), lambda: _compute_distances(call, spec, plan.readers_N)
         )
         scores = scores - _cut(distances, entries) * expand_per_head(spec.slopes_H, spec)
-    # Use `where` instead of adding a bias, since pad blocks and unused block ends may hold very large values.
+    # Use `where` instead of an additive bias, because pad blocks and unused block ends may contain very large values.
     scores = torch.where(_cut(plan.seen, entries), scores, torch.finfo(scores.dtype).min)
-    # Initialize each row's maximum above the score of masked keys, so that their weight is always 0.
+    # Start each row's maximum above the score of masked keys, so that masked keys always have weight 0.
     lanes = spec.num_heads * call.num_queries
-    # A Gaudi cannot reduce along a last dimension of 1.
+    # A Gaudi cannot reduce along a last dimension of size 1.
     by_lane = (lanes,) if lanes > 1 else ()
     row_max = torch.full((call.num_rows + 1, *by_lane), LOWEST / 2, dtype=torch.float32, device=scores.device)
     max_NL = scores.amax(-1).float().view(-1, *by_lane)
@@ -207,10 +207,10 @@ def _apply_selection(
     call: AttentionCall,
     spec: AttentionLayerSpec,
 ) -> _Plan:
-    """Restrict the plan to selected keys.
+    """Restrict the plan's mask to the selected keys.
 
-    Index scores are scattered from entries to key positions in their rows, where keys are selected. The selection is
-    then gathered back to entries.
+    Index scores are scattered from entries to key positions in each row, and keys are selected there. The selected
+    positions are then gathered back to entries.
     """
     assert spec.num_selected is not None
     flat = call.flat
@@ -219,7 +219,7 @@ def _apply_selection(
     if width * spec.block_size <= spec.num_selected:
         return plan
     if spec.index_size:
-        # Padding uses an extra block after the blocks of all rows.
+        # Padding is assigned to one extra block after the blocks of all rows.
         num_blocks, size = call.num_rows * width, flat.group_size
         index_NG = flat.index_N[:, None] + torch.arange(size, dtype=torch.int32, device=flat.index_N.device)
         blocks_NG = plan.readers_N[:, None] * width + index_NG
@@ -243,7 +243,7 @@ def _apply_selection(
 
 
 def _cut(tensor: torch.Tensor, entries: range, dim: int = 0) -> torch.Tensor:
-    """Slice entries, or return the tensor itself for the full range, so that a short list needs no operation."""
+    """Slice entries, or return the tensor itself if the slice covers it, so that a short list needs no slicing."""
     return tensor if len(entries) == tensor.shape[dim] else tensor.narrow(dim, entries.start, len(entries))
 
 
@@ -262,7 +262,7 @@ def _make_plan(call: AttentionCall, spec: AttentionLayerSpec) -> _Plan:
 
 
 def _compute_distances(call: AttentionCall, spec: AttentionLayerSpec, readers_N: torch.Tensor) -> torch.Tensor:
-    """Return the distance from each query back to each key of an entry, float32 [N, 1, 1, Q, S]."""
+    """Return each query's distance back to each key in an entry, float32 [N, 1, 1, Q, S]."""
     key_pos, query_pos = _compute_positions(call, spec, readers_N)
     return (query_pos - key_pos).float()[:, None, None]
 
@@ -270,7 +270,7 @@ def _compute_distances(call: AttentionCall, spec: AttentionLayerSpec, readers_N:
 def _compute_positions(
     call: AttentionCall, spec: AttentionLayerSpec, readers_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions of each entry's keys, [N, 1, S], and of the queries that read the entry, [N, Q, 1]."""
+    """Return the positions of each entry's keys, [N, 1, S], and of the queries in its row, [N, Q, 1]."""
     flat = call.flat
     assert flat is not None
     inside_S = torch.arange(flat.group_size * spec.block_size, dtype=torch.int32, device=flat.rows_N.device)
@@ -279,7 +279,7 @@ def _compute_positions(
 
 
 def _build_one_hot(call: AttentionCall, dtype: torch.dtype) -> torch.Tensor:
-    """Return the one-hot matrix [B, N] that sums each row's entries in a matmul. Padding belongs to no row."""
+    """Return the one-hot matrix [B, N] with which a matmul sums each row's entries. Padding entries are all zero."""
 
     def build() -> torch.Tensor:
         assert call.flat is not None

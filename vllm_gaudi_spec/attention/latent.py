@@ -1,7 +1,7 @@
 """Multi-head latent attention, where each token has one vector that serves as key and value for all heads.
 
 Dimensions: T tokens, H query heads. Queries are projected into the latent space before attention, and results are
-projected out of it afterwards, so prompt chunks, decodes and verify steps use the same rectangles as in other layers.
+projected out of it afterwards, so prompt chunks, decodes and verify steps use the same padded batches as other layers.
 Importing this module replaces vLLM's wrapper, and `upstream.make_mla_layers` replaces the layer.
 """
 
@@ -43,9 +43,9 @@ class LatentAttentionImpl(RectangleAttentionImpl):
         index_group_builder: object | None = None,
         **common: Any,
     ) -> None:
-        """Read the number of selected keys from the size of `topk_indices_buffer`, if there is one.
+        """Get the number of selected keys from the size of `topk_indices_buffer`, if there is one.
 
-        The buffer itself is not used, because the selection is a mask that layers share within a forward pass.
+        The buffer itself is not used, because the selection is a mask that layers share during a forward pass.
         """
         super().__init__(**common)
         self.value_size = kv_lora_rank
@@ -61,21 +61,21 @@ class Index(NamedTuple):
 
     key_TR: torch.Tensor
     queries: IndexQueries | None
-    """None if no row can be long enough to require a selection of keys."""
+    """None if every row is too short to require a selection of keys."""
 
 
 class LatentAttention(MLAAttention):
-    """vLLM's layer, which keeps its weights and its registration as a KV layer but is called like other layers.
+    """vLLM's MLA layer with the interface of an attention layer, still registered as a KV layer with its weights.
 
     With sparse attention, a token's KV also contains the indexer's key, after the latent vector. Both are written and
-    read together, so block management, prefix caching and drafting are unaffected.
+    read together, so block management, prefix caching and drafting work unchanged.
     """
 
     impl: LatentAttentionImpl
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         spec = super().get_kv_cache_spec(vllm_config)
-        # vLLM groups layers that share a selection, but the tables that need this are not used here.
+        # vLLM groups layers that share a selection, but vLLM's index tables are not used here.
         groups = dict(is_index_group_leader=False) if isinstance(spec, MLAAttentionSpec) else {}
         return replace(spec, head_size=self.impl.head_size, **groups)
 
@@ -84,7 +84,7 @@ class LatentAttention(MLAAttention):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
-        # Only its two halves, `W_UK_T` and `W_UV`, are used.
+        # Only the two halves of this weight, `W_UK_T` and `W_UV`, are used.
         self.kv_b_proj.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
     def forward(
@@ -100,7 +100,7 @@ class LatentAttention(MLAAttention):
         row, query = [kv_c_normed.unsqueeze(1), k_pe], [_by_head(nope_THN, self.W_UK_T), rope_THR]
         if index is not None:
             row.append(index.key_TR.unsqueeze(1))
-            # Pad queries with zeros to cover the index keys, because slicing those off would copy all stored keys.
+            # Pad queries with zeros at the index keys, because removing the index keys would copy all stored keys.
             query.append(rope_THR.new_zeros(*rope_THR.shape[:-1], self.impl.index_size))
         attended_THR = attend_layer(
             self, torch.cat(query, dim=-1), torch.cat(row, dim=-1), None, index and index.queries
@@ -115,7 +115,7 @@ def _by_head(x_THI: torch.Tensor, weight_HIO: torch.Tensor) -> torch.Tensor:
 
 @MultiHeadLatentAttentionWrapper.register_oot
 class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
-    """vLLM's module around the layer, which contains projections, norms and the rotary embedding."""
+    """Replacement for vLLM's wrapper around the layer, which contains projections, norms and the rotary embedding."""
 
     rotary_emb: nn.Module | None
     mla_attn: LatentAttention
@@ -123,7 +123,7 @@ class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         if (indexer := self.indexer) is not None:
-            # The indexer's keys are stored with the KV of its layer.
+            # The indexer's keys are stored in the same KV cache as its layer's.
             del get_current_vllm_config().compilation_config.static_forward_context[indexer.k_cache.prefix]
             del indexer.k_cache, indexer.indexer_op
             self.topk_indices_buffer = indexer.topk_indices_buffer = None
@@ -131,7 +131,7 @@ class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute the same as vLLM's `forward` without writing to views, which captured Gaudi graphs do not support."""
+        """Do the same as vLLM's `forward` without writing to views, which captured Gaudi graphs do not support."""
         index: Index | None = None
         latent_size = self.kv_lora_rank + self.qk_rope_head_dim
         if self.q_lora_rank is None:
@@ -158,7 +158,7 @@ class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         return output
 
     def _index(self, hidden_TH: torch.Tensor, compressed_query: torch.Tensor, positions: torch.Tensor) -> Index:
-        """Compute index keys and queries in the model's dtype, as transformers does. vLLM's kernels use FP8 instead."""
+        """Compute index keys and queries in the model's dtype, like transformers; vLLM's kernels use FP8."""
         indexer = self.indexer
         rope_size, head_size, num_heads = indexer.rope_dim, indexer.head_dim, indexer.n_head
         key_TR, weights_TI = indexer.wk_weights_proj(hidden_TH)[0].split((head_size, num_heads), dim=-1)

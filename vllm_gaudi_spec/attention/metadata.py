@@ -1,6 +1,6 @@
-"""Device-neutral description of a forward pass: a rectangle of tokens, positions, KV slots and attention calls.
+"""Device-independent description of a forward pass: a padded batch of tokens, positions, KV slots and attention calls.
 
-vLLM's model classes take the tokens. Our attention backend gets everything else through vLLM's forward context.
+vLLM's model classes receive the tokens. Our attention backend receives everything else through vLLM's forward context.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class KVShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayerSpec:
-    """A layer's constants.
+    """Constants that describe an attention layer.
 
-    Specs are hashable because plans are cached per distinct spec. No plan depends on a spec's operations or tensors.
+    Specs are hashable so that plans can be cached by spec. Plans never depend on a spec's operations or tensors.
     """
 
     num_heads: int
@@ -45,7 +45,7 @@ class AttentionLayerSpec:
     value_size: int | None = None
     """Number of leading key elements that form the value, for a layer that stores no values."""
     num_selected: int | None = None
-    """Number of keys that a query attends to: the visible keys with the highest index scores. None for all."""
+    """Number of keys that a query attends to: the visible keys with the highest index scores. None means all keys."""
     index_size: int = 0
     """Number of trailing key elements that belong to the indexer, or 0 if the layer reuses an earlier selection."""
     attention_chunk: int | None = None
@@ -53,21 +53,21 @@ class AttentionLayerSpec:
     is_causal: bool = True
     """False for an encoder, whose queries also attend to later keys. Windows then extend equally in both directions."""
     layer_operations: bool = False
-    """Whether the layer has modules for its matmuls, softmax and caches, which a fused kernel would bypass."""
+    """Whether the layer has its own modules for matmuls, softmax and caches, which a fused kernel would bypass."""
     kv_dtype: torch.dtype | None = None
-    """KV cache dtype if it differs from `dtype`. In that case, `operations` read and write keys and values."""
+    """The KV cache's dtype, if it differs from `dtype`. In that case, `operations` read and write keys and values."""
     model_type: str = ""
-    """Model type in transformers, because a kernel may be precise enough only for some models."""
+    """The model type in transformers. Some kernels are precise enough only for certain models."""
     operations: Operations = field(default=PLAIN, compare=False, repr=False)
     """The layer's own modules if `layer_operations` or `kv_dtype` is set."""
     sinks_H: torch.Tensor | None = field(default=None, compare=False)
-    """Attention sinks: an additional score per head, whose value is zero, so that it only takes a softmax share."""
+    """Attention sinks: an additional score per head. Its value is zero, so it only takes a share of the softmax."""
     slopes_H: torch.Tensor | None = field(default=None, compare=False)
-    """ALiBi slopes in float32: the decrease in a key's score per position between key and query."""
+    """ALiBi slopes in float32: how much a key's score decreases per position between key and query."""
 
     @property
     def has_plain_scores(self) -> bool:
-        """Whether scores are plain scaled dot products of queries and keys."""
+        """Whether scores are only scaled dot products of queries and keys."""
         return not self.logits_soft_cap and self.sinks_H is None and self.slopes_H is None
 
     @property
@@ -82,22 +82,22 @@ class AttentionLayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class FlatBlocks:
-    """The blocks of all rows in one list, so that work scales with their total number, not with the longest row.
+    """The KV blocks of all rows in one list, so that work scales with their total number, not with the longest row.
 
-    Entries are groups of neighboring blocks and may be in any order. Blocks that are no longer visible to any of a
-    row's queries may be omitted.
+    List entries are groups of neighboring blocks, in any order. Blocks that are not visible to any query in their row
+    may be omitted.
     """
 
     ids: torch.Tensor
-    """int32 block IDs, entry by entry. Padding is block 0, including padding within an incomplete entry."""
+    """int32 block IDs, entry by entry. Padding uses block 0, including the padding within an incomplete entry."""
     rows_N: torch.Tensor
     """int32: the batch row that owns the entry. Padding has index B, which is not a valid row."""
     index_N: torch.Tensor
-    """int32: index of the entry's first block in its row's table. The first key is at position index * block_size."""
+    """int32: index of the entry's first block in its row's table. The first key is at `index_N * block_size`."""
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> FlatBlocks:
-        """Unpack an element of `Blocks.flat`."""
+        """Create an instance from an element of `Blocks.flat`."""
         return cls(packed[:-2].flatten(), packed[-2], packed[-1])
 
     @property
@@ -107,16 +107,16 @@ class FlatBlocks:
 
 
 class Packed(NamedTuple):
-    """The real tokens in a rectangle. Devices that do not compile per shape compute only these tokens."""
+    """The real tokens in a padded batch. Devices that do not compile a graph per shape compute only these."""
 
     index_T: torch.Tensor
-    """int64: index of each real token in the flattened rectangle."""
+    """int64: index of each real token in the flattened padded batch."""
     num_real_B: torch.Tensor
     """int32: number of real tokens in each row."""
 
     @classmethod
     def from_counts(cls, num_real_B: torch.Tensor, num_queries: int) -> Packed | None:
-        """Return the packing, or None if all tokens are real or, as in warm-up, none are."""
+        """Return the packing, or None if all tokens are real or none are (as in warm-up)."""
         # These tensors are on the host, where summing a list is ten times faster than computing the index.
         if sum(num_real_B.tolist()) in (0, len(num_real_B) * num_queries):
             return None
@@ -124,39 +124,39 @@ class Packed(NamedTuple):
         return cls((offsets_Q < num_real_B[:, None]).flatten().nonzero().flatten(), num_real_B)
 
     def spread(self, states: torch.Tensor, num_positions: int) -> torch.Tensor:
-        """Scatter packed hidden states to their tokens' positions in the padded batch, with zeros for padding."""
+        """Scatter packed hidden states to their positions in the padded batch, and fill padding with zeros."""
         return states.new_zeros(num_positions, *states.shape[1:]).index_copy_(0, self.index_T, states)
 
 
 class SpanRows(NamedTuple):
     rows_S: torch.Tensor
-    """int64: batch row of each span."""
+    """int64: batch row that contains each span."""
     firsts_S: torch.Tensor
-    """int32: position of the first token, which may be part of an earlier chunk."""
+    """int32: position of each span's first token, which may be in an earlier chunk."""
     lasts_S: torch.Tensor
-    """int32: position of the last token."""
+    """int32: position of each span's last token."""
 
 
 class Spans(NamedTuple):
     """Spans of tokens that attend to each other bidirectionally, such as an image's tokens in some models.
 
-    A query within a span also attends to later keys in that span. No span is longer than a window, and all of a span's
-    keys are written before its queries attend.
+    A query within a span also attends to later keys in that span. No span is longer than the sliding window, and all
+    keys in a span are written before its queries attend.
     """
 
     lasts_BQ: torch.Tensor
-    """int32: last position of the span that a query belongs to, or 0 if it belongs to none."""
+    """int32: last position in the span that contains the query, or 0 if there is no such span."""
     rows: SpanRows | None = None
-    """Never empty. None where steps are captured, because the number of spans varies between steps."""
+    """None on devices that capture steps, because the number of spans varies between steps. Never empty otherwise."""
     in_windows_only: bool = False
     """Whether spans apply only to layers with a sliding window."""
 
 
 class IndexQueries(NamedTuple):
-    """Queries with which a layer scores keys for selection. I: index heads. R: elements per head.
+    """Index queries, with which a layer scores keys to select some of them. I: index heads. R: elements per head.
 
-    All heads share one key per token. Its score is the weighted sum of the heads' dot products, with negative ones
-    replaced by zero.
+    All heads share one key per token. A key's score is the weighted sum of its dot products with the heads' queries, in
+    which negative dot products count as zero.
     """
 
     query_TIR: torch.Tensor
@@ -169,11 +169,11 @@ class IndexQueries(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class AttentionCall:
-    """A rectangle of B rows with Q queries each over paged KV, for both prefill and decode.
+    """Paged attention for a padded batch of B rows with Q queries each, in prefill or decode.
 
-    Query q in row b is at position starts_B[b] + q. It attends to the keys up to that position or, in a layer that is
-    not causal, to the keys of all real queries in the row. Results for padding queries are never used, and their keys
-    are written to the pad block.
+    Query q in row b is at position starts_B[b] + q. It attends to the keys up to that position or, if the layer is not
+    causal, to the keys of all real queries in the row. Results for padding queries are ignored, and keys of padding are
+    written to the pad block.
     """
 
     num_rows: int
@@ -181,46 +181,46 @@ class AttentionCall:
     starts_B: torch.Tensor
     """int32: position of each row's first query."""
     block_table_BW: torch.Tensor
-    """int32: block IDs for each row. Block 0 is the pad block."""
+    """int32: block IDs for each row. Block 0 is used for padding."""
     num_real_B: torch.Tensor | None = None
-    """int32: number of real queries in each row. Causal layers do not need it."""
+    """int32: number of real queries in each row. Causal layers do not use this value."""
     packed: Packed | None = None
-    """Indices of the real queries, if the call contains only real queries, row by row."""
+    """Indices of the real queries in row order, if the call contains no padding queries."""
     flat: FlatBlocks | None = None
-    """The same blocks as a flat list, for backends that attend over such a list."""
+    """The same blocks as one list, for backends that attend over a flat list."""
     host_lengths_B: torch.Tensor | None = None
     """int32 in host memory, for backends that need it: an upper bound on the number of keys visible to each row.
 
     The exact numbers can be computed from `starts_B`.
     """
     host_counts_B: torch.Tensor | None = None
-    """int32 in host memory, for prompt chunks: number of queries in each row, for which `host_lengths_B` is exact.
+    """int32 in host memory, for prompt chunks: number of queries in each row, with which `host_lengths_B` is exact.
 
-    A head may read only part of a chunk, starting after the same number of keys.
+    A head may process only the last part of a chunk, which starts after the same number of keys.
     """
     spans: Spans | None = None
-    """Spans in prompt chunks. Decodes have none, because an image's last token has no later token to attend to."""
+    """Spans in prompt chunks. Decodes need none, because an image's last token has no later token in its span."""
     from_start: bool = False
     """Whether every row's first query is at position 0."""
     fresh_kv: tuple[torch.Tensor, ...] = ()
-    """The queries' keys and values, [T, K, D] each, if `from_start` is set and the KV cache stores them unchanged."""
+    """Keys and values of the queries, [T, K, D] each, if `from_start` is set and the KV cache stores them unchanged."""
     index: IndexQueries | None = None
-    """Index queries that a layer sets to select keys. None in the call that layers share."""
+    """Index queries, which a layer sets to select keys. They are None in the call that all layers share."""
     _plans: dict[Any, Any] = field(default_factory=dict)
 
     def plan(self, key: Any, build: Callable[[], Any]) -> Any:
-        """Return the cached plan for `key`, which a kernel builds once for all layers with the same spec."""
+        """Return the plan cached under `key`. A kernel builds the plan once for all layers with the same spec."""
         if key not in self._plans:
             self._plans[key] = build()
         return self._plans[key]
 
     def replace_index(self, index: IndexQueries | None) -> AttentionCall:
-        """Return this call with a layer's index queries. The returned call shares the plans."""
+        """Return a copy of this call with a layer's index queries. The copy shares the cached plans."""
         return self if index is self.index else replace(self, index=index)
 
     @property
     def selection(self) -> torch.Tensor | None:
-        """The selection made by the most recent layer with an indexer, for use by later layers."""
+        """Return the selection made by the most recent layer with an indexer, for later layers that reuse it."""
         return self._plans.get("selection")
 
     def keep_selection(self, selection: torch.Tensor) -> None:
@@ -229,7 +229,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateCall:
-    """Description of the rectangle for layers with a recurrent state."""
+    """Description of a padded batch for layers with a recurrent state."""
 
     rows_B: torch.Tensor
     """int64: request-state rows, which index the recurrent states. Padding uses the pad row."""
@@ -238,10 +238,10 @@ class StateCall:
     num_real_B: torch.Tensor
     """int32: number of real tokens in each row."""
     num_pending_B: torch.Tensor
-    """int32: number of earlier tokens that are not part of the row's state yet and are stored separately."""
+    """int32: number of earlier tokens that are stored separately because the row's state does not include them yet."""
     num_queries: int
     commits: bool
-    """Whether to add the real tokens to the state. Otherwise they stay pending, since drafts may be rejected."""
+    """Whether to add the real tokens to the state. If not, they stay pending, because drafts may be rejected."""
     packed: Packed | None = None
 
     def unflatten(self, tensor_T: torch.Tensor) -> torch.Tensor:
@@ -261,20 +261,20 @@ class StateCall:
 
 
 NO_MEDIA = 0
-"""Media-store row for tokens that do not belong to an image. It is never read."""
+"""Media-store row for tokens that do not belong to an image. This row is never read."""
 
 
 class MultimodalInputs(NamedTuple):
-    """Changes to a forward pass's tokens for images, video and audio. D: dimensions of a rotary position."""
+    """Changes that images, video and audio make to a forward pass's tokens. D: dimensions of a rotary position."""
 
     embeddings: Sequence[torch.Tensor] = ()
-    """[n, H] for each encoded item, in the order of the tokens that the embeddings replace."""
+    """[n, H] for each encoded item, in the order of the tokens that its embeddings replace."""
     is_media_T: torch.Tensor | None = None
-    """bool: tokens that `embeddings` replace, or None if there are none."""
+    """bool: the tokens that `embeddings` replace, or None if there are none."""
     rows_T: torch.Tensor | None = None
-    """int64: each token's row in the media store. Where steps are captured, it replaces the two fields above."""
+    """int64: each token's row in the media store. On devices that capture steps, it replaces the two fields above."""
     rotary_DT: torch.Tensor | None = None
-    """int64: positions for rotary embeddings, if any differ from the tokens' positions."""
+    """int64: positions for rotary embeddings, if they differ from the token positions."""
     spans: Spans | None = None
     """Image spans, for models that attend to images bidirectionally."""
 
@@ -303,19 +303,19 @@ class Inputs:
     adapters_T: torch.Tensor | None = None
     """int32: slot of each token's LoRA adapter, or None without adapters."""
     states: StateCall | None = None
-    """Description of the rectangle for layers with a recurrent state, or None without such layers."""
+    """Batch description for layers with a recurrent state, or None without such layers."""
     multimodal: MultimodalInputs | None = None
     """Inputs from images, video and audio, or None if the model or batch has none."""
     rotary: torch.Tensor | None = None
     """int64 [T] or [D, T]: positions for rotary embeddings, if they differ from `positions_T`."""
     token_types_T: torch.Tensor | None = None
-    """int32: which of two texts each token belongs to, for models that compare texts."""
+    """int32: which of two texts each token belongs to, for models that compare two texts."""
     head_layer: int = 0
-    """Index of the layer to run, for heads whose layers run one at a time."""
+    """Index of the layer to run, for draft heads whose layers run one at a time."""
 
     @property
     def call(self) -> AttentionCall | StateCall:
-        """The rectangle that all calls share. For models without attention, it comes from `states`."""
+        """Return the batch description that all calls share, which comes from `states` in models without attention."""
         if self.calls:
             return self.calls[0]
         assert self.states is not None
@@ -337,8 +337,8 @@ class Inputs:
         return replace(self, multimodal=multimodal, rotary=rotary, calls=calls)
 
     def shift_rotary(self, offset_B: torch.Tensor) -> Inputs:
-        """Return the inputs with rotary positions shifted from the token positions by an offset for each row."""
-        # Padding has position 0, where rotary embedding tables begin.
+        """Return inputs whose rotary positions are the token positions plus an offset for each row."""
+        # Padding gets position 0, where rotary embedding tables begin.
         rotary_T = (self.positions_T.view(len(offset_B), -1) + offset_B[:, None]).flatten().clamp(min=0)
         return replace(self, rotary=rotary_T)
 
@@ -360,18 +360,18 @@ class Inputs:
 
 
 class Blocks(NamedTuple):
-    """The KV blocks for a batch's rows, by KV cache group."""
+    """KV blocks for the rows in a batch, by KV cache group."""
 
     tables: tuple[torch.Tensor, ...]
     """int32 [B, W]."""
     sizes: tuple[int, ...]
     """Number of tokens per block."""
     flat: tuple[torch.Tensor, ...] = ()
-    """int32 [group size + 2, N]: the stacked fields of `FlatBlocks`, for devices that decode over a flat list."""
+    """int32 [group size + 2, N]: the stacked fields of `FlatBlocks`, for devices that decode over a flat block list."""
     lengths_B: torch.Tensor | None = None
     """int32 in host memory, for devices that need it: an upper bound on each row's KV length when the graph ends."""
     counts_B: torch.Tensor | None = None
-    """int32 in host memory, for prompt chunks: number of tokens in each row, for which `lengths_B` is exact."""
+    """int32 in host memory, for prompt chunks: number of tokens in each row, with which `lengths_B` is exact."""
 
 
 def build_rectangle(
@@ -381,11 +381,11 @@ def build_rectangle(
     blocks: Blocks,
     row_operations: RowOperations,
 ) -> Inputs:
-    """Build rows of Q consecutive positions starting at `starts_B`, of which the first `num_real_B` are real.
+    """Build rows of Q consecutive positions starting at `starts_B`, of which the first `num_real_B` are real tokens.
 
-    Padding is token 0 at position 0, because rotary tables end at the model's last position. It is written to the pad
-    block (block 0), which is never read. As long as the block has enough slots, each padding token gets its own slot,
-    because kernels may not support writing a slot twice in one call.
+    Padding is token 0 at position 0, because rotary tables end at the model's last position. Padding is written to the
+    pad block (block 0), which is never read. Each padding token gets its own slot as long as the block has enough
+    slots, because some kernels do not support writing a slot twice in one call.
     """
     tokens_T, positions_T, slots = row_operations.locate_rectangle(
         tokens_BQ, starts_B, num_real_B, blocks.tables, blocks.sizes
@@ -397,9 +397,9 @@ def build_rectangle(
 def build_columns(
     starts_B: torch.Tensor, num_real_B: torch.Tensor, num_columns: int, blocks: Blocks, row_operations: RowOperations
 ) -> list[Inputs]:
-    """Build a rectangle as columns that run one after another, each with one query per row.
+    """Build a padded batch as columns with one query per row, which run one after another.
 
-    Token IDs are 0 until the caller fills them in. Data that the columns share is computed only once.
+    Token IDs are 0 until the caller sets them. Data shared by the columns is computed only once.
     """
     located = row_operations.locate_columns(starts_B, num_real_B, num_columns, blocks.tables, blocks.sizes)
     no_tokens_B = torch.zeros_like(starts_B, dtype=torch.int32)

@@ -1,6 +1,6 @@
-"""Matmul, softmax and cache modules, for layers that are calibrated or quantized.
+"""Modules for matmuls, softmax and caches in layers that are calibrated or quantized.
 
-Intel Neural Compressor finds and replaces these classes, and the modules in `RectangleAttentionImpl`, by name.
+Intel Neural Compressor (INC) finds and replaces these classes, and the modules in `RectangleAttentionImpl`, by name.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 LARGEST = 2.0**56
-"""The largest magnitude that attention and recurrent layers accept. Models never produce values this large, and a
-float32 sum of thousands of products of such values is finite."""
+"""The largest magnitude that attention and recurrent layers accept. Models never produce values this large, and float32
+sums of thousands of products of such values remain finite."""
 
 
 def finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Replace NaN, infinities and values with a magnitude above `LARGEST` by 0.
+    """Replace NaN, infinities, and values with a magnitude above `LARGEST` with 0.
 
-    Kernels mask tokens by multiplying by 0 or by adding a large negative number to scores, and neither removes NaN. A
-    NaN in KV would reach the block's next owner, or all requests if it were in the pad block. A NaN in a batched matmul
-    would reach neighboring rows.
+    Kernels mask tokens by multiplying by 0 or by adding a large negative number to scores, and neither removes NaN. NaN
+    in the KV cache would reach the next request that uses the block or, in the pad block, all requests. NaN in a
+    batched matmul would reach neighboring rows.
     """
-    # A compiler fuses these three operations, while nan_to_num takes nine on a Gaudi (bridge, nantonum_gen.cpp).
+    # A compiler fuses these three operations, whereas `nan_to_num` takes nine on a Gaudi (bridge, nantonum_gen.cpp).
     largest = min(LARGEST, torch.finfo(tensor.dtype).max)
     return torch.where(tensor.abs() <= largest, tensor, 0)
 
@@ -38,17 +38,17 @@ class Softmax(nn.Module):
 
 
 class Rows(Protocol):
-    """A tensor, or a stand-in for one with another layout."""
+    """A tensor, or an object that represents a tensor in another layout."""
 
     def index_copy_(self, dim: int, index: torch.Tensor, source: torch.Tensor) -> object: ...
 
 
 class VLLMKVCache(nn.Module):
-    # INC's replacement modules read this flag. False means that blocks are gathered by ID, wherever they are.
+    # Read by INC's replacement modules. False means that blocks are gathered by ID, wherever they are.
     use_contiguous_pa = False
 
     def forward(self, input: torch.Tensor, cache: Rows, slot_mapping: torch.Tensor) -> Rows:
-        """Write `input` [T, K, D] to its slots."""
+        """Write `input` [T, K, D] to the slots in `slot_mapping`."""
         cache.index_copy_(0, slot_mapping, input)
         return cache
 

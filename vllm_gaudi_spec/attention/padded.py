@@ -1,7 +1,7 @@
-"""Paged attention over block tables. Every row is gathered and padded to the widest row, with one softmax per query.
+"""Paged attention over block tables, in which each row's KV is gathered and padded to the length of the longest row.
 
 Dimensions: B rows of Q queries; H query heads in K groups of G, one group per KV head; D head size; N blocks of S keys.
-Shapes are static, and no value is read on the host.
+Shapes are static, and the host reads no values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, VLLMKVCache
 from vllm_gaudi_spec.attention.selection import group_index_queries, score_keys, select
 
-# The score of a masked key. It is finite because inf - inf would be NaN for a query without visible keys.
+# The score of a masked key. It is finite, because inf - inf would be NaN for a query without visible keys.
 LOWEST = torch.finfo(torch.float32).min
 _NO_WINDOW = 1 << 30  # positions are int32
 
@@ -24,10 +24,10 @@ def attend(
     call: AttentionCall,
     spec: AttentionLayerSpec,
 ) -> torch.Tensor:
-    """Attend over block tables. Returns [T, H, output size].
+    """Compute attention over block tables. Returns [T, H, output size].
 
     Blocks may be views with any strides. All listed blocks must be finite, including the pad block. `values_NSKD` is
-    None if values are part of the keys. The result is zero for a query without visible keys.
+    None if values are part of the keys. A query without visible keys gets a result of zero.
     """
 
     def build() -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,7 +51,7 @@ def attend(
         sinks = expand_per_head(spec.sinks_H, spec).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sinks), dim=-1)
     if spec.layer_operations:
-        scores = scores.to(spec.dtype)  # INC's softmax takes and returns the model's dtype
+        scores = scores.to(spec.dtype)  # INC's softmax expects and returns the model's dtype
     weights = operations.softmax(scores, -1)
     if spec.sinks_H is not None:
         weights = weights[..., :num_keys]
@@ -62,7 +62,7 @@ def attend(
 def _selection(
     keys: torch.Tensor, seen_BQ: torch.Tensor, call: AttentionCall, spec: AttentionLayerSpec
 ) -> torch.Tensor:
-    """Return which keys in the block table each query selects, bool [B, Q, W * S]. Small tables need no selection."""
+    """Return the keys in the block table that each query selects, bool [B, Q, W * S]. Small tables are kept whole."""
     assert spec.num_selected is not None
     if seen_BQ.shape[-1] <= spec.num_selected:
         return seen_BQ
@@ -74,7 +74,7 @@ def _selection(
 
 
 def gather_rows(blocks_NSKD: torch.Tensor, table_BW: torch.Tensor, cache: VLLMKVCache = PLAIN.k_cache) -> torch.Tensor:
-    """Gather each row's blocks side by side and return them as a view [B, K, W * S, D]."""
+    """Gather each row's blocks one after another and return them as a view [B, K, W * S, D]."""
     rows, width = table_BW.shape
     _, block_size, num_kv_heads, head_size = blocks_NSKD.shape
     gathered = cache.fetch_from_cache(blocks_NSKD, table_BW.flatten())
@@ -82,12 +82,12 @@ def gather_rows(blocks_NSKD: torch.Tensor, table_BW: torch.Tensor, cache: VLLMKV
 
 
 def find_visible(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
-    """Return which keys in the block table are visible to each query, bool [B, Q, W * S]."""
+    """Return the keys in the block table that are visible to each query, bool [B, Q, W * S]."""
     keys, queries = _key_positions(call, spec), compute_query_positions(call.starts_B, call.num_queries)
     seen = is_in_reach(keys, queries, spec)
     if not spec.is_causal:
         assert call.num_real_B is not None
-        # A row's last key may be followed by keys that belong to padding or to other prompts.
+        # Keys after a row's last real key may belong to padding or to other prompts.
         seen = seen & (keys < (call.starts_B + call.num_real_B)[:, None, None])
     if call.spans is None:
         return seen
@@ -95,7 +95,7 @@ def find_visible(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
 
 
 def _compute_distances(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
-    """Return the distance from each query back to each key in the table, float32 [B, Q, W * S]."""
+    """Return each query's distance back to each key in the table, float32 [B, Q, W * S]."""
     return (compute_query_positions(call.starts_B, call.num_queries) - _key_positions(call, spec)).float()
 
 
@@ -108,21 +108,21 @@ def _key_positions(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tenso
 
 
 def expand_per_head(numbers_H: torch.Tensor, spec: AttentionLayerSpec) -> torch.Tensor:
-    """Reshape per-head values to float32 [K, G, 1, 1], so that they broadcast against scores."""
+    """Reshape per-head values to float32 [K, G, 1, 1] to broadcast against scores."""
     return numbers_H.float().view(spec.num_kv_heads, -1, 1, 1)
 
 
 def compute_query_positions(starts: torch.Tensor, num_queries: int) -> torch.Tensor:
-    """Return the positions of each row's queries, [..., Q, 1], for comparison with key positions."""
+    """Return query positions, [..., Q, 1], for comparison with key positions."""
     offsets_Q = torch.arange(num_queries, dtype=torch.int32, device=starts.device)
     return (starts[:, None] + offsets_Q)[..., None]
 
 
 def is_in_reach(key_pos: torch.Tensor, query_pos: torch.Tensor, spec: AttentionLayerSpec) -> torch.Tensor:
-    """Return which keys are visible to each query, judging by positions alone.
+    """Return the keys that are visible to each query according to positions alone.
 
-    A query attends to the keys up to its own position, within its window or chunk. In a layer that is not causal, later
-    keys are also visible, up to the same distance if there is a window.
+    A query attends to the keys up to its own position, within its window or chunk. If the layer is not causal, later
+    keys are also visible, up to the window size if there is a window.
     """
     last = query_pos if spec.is_causal else query_pos + (spec.sliding_window or _NO_WINDOW) - 1
     seen = key_pos <= last
@@ -134,7 +134,7 @@ def is_in_reach(key_pos: torch.Tensor, query_pos: torch.Tensor, spec: AttentionL
 
 
 def group_queries(query_THD: torch.Tensor, call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
-    """Return queries as [B, K, G * Q, D], so that one matmul multiplies a KV head's queries by its keys."""
+    """Return queries as [B, K, G * Q, D], so that one matmul multiplies all queries of a KV head by its keys."""
     group = spec.num_heads // spec.num_kv_heads
     query = query_THD.view(call.num_rows, call.num_queries, spec.num_kv_heads, group, spec.head_size)
     shape = (call.num_rows, spec.num_kv_heads, group * call.num_queries, spec.head_size)
@@ -161,7 +161,7 @@ def score(
 def multiply(
     query: torch.Tensor, keys: torch.Tensor, call: AttentionCall, spec: AttentionLayerSpec, matmul: Matmul
 ) -> torch.Tensor:
-    """Return the dot products that `score` scales, in the matrix engine's output dtype."""
+    """Return the dot products before `score` scales them, in the matmul's output dtype."""
     products = matmul(convert_for_matmul(query), convert_for_matmul(keys).transpose(-1, -2))
     group = spec.num_heads // spec.num_kv_heads
     return products.view(*products.shape[:-2], group, call.num_queries, keys.shape[-2])
@@ -173,12 +173,12 @@ def weigh(
     """Sum values [..., K, keys, D] using weights [..., K, G, Q, keys]. Returns [..., K, G, Q, output size]."""
     values = convert_for_matmul(values)
     summed = matmul(weights.to(values.dtype).flatten(-3, -2), values)
-    # If keys contain the values, multiply whole keys, because slicing would copy all of them.
+    # If values are part of the keys, multiply by whole keys, because slicing the keys would copy all of them.
     return summed[..., : spec.output_size].unflatten(-2, weights.shape[-3:-1])
 
 
 def convert_for_matmul(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert to a dtype for matmuls: keep bfloat16 and use float32 for the rest, since float16 could overflow."""
+    """Convert to a dtype for matmuls: keep bfloat16, and use float32 otherwise because float16 could overflow."""
     return tensor if tensor.dtype == torch.bfloat16 else tensor.float()
 
 

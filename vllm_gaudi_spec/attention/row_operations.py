@@ -1,7 +1,7 @@
 """Per-row bookkeeping on the device: positions, slots, token histories and draft counts.
 
-The functions here are reference implementations that use many small torch operations. Where launching these is too
-expensive, a device replaces functions in `RowOperations` with kernels that return the same values.
+These reference implementations use many small torch operations. If launching these operations takes too long on a
+device, the device replaces functions in `RowOperations` with kernels that return the same values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def locate_rectangle(
     tables: tuple[torch.Tensor, ...],
     sizes: tuple[int, ...],
 ) -> Positions:
-    """Return a rectangle's flattened tokens, positions and slots. See `metadata.build_rectangle` for padding.
+    """Return a padded batch's flattened tokens, positions and slots. `metadata.build_rectangle` describes padding.
 
     `tables` and `sizes` are the fields of `Blocks`.
     """
@@ -38,7 +38,7 @@ def locate_rectangle(
     offsets_Q = indices_BQ[0]
     everywhere_BQ = starts_B.unsqueeze(1) + offsets_Q
     real_BQ = offsets_Q < num_real_B.unsqueeze(1)
-    # Padding may extend past the end of the block table.
+    # Padding positions may be past the end of the block table.
     positions_BQ = torch.where(real_BQ, everywhere_BQ, 0)
     slots = []
     for table_BW, size in zip(tables, sizes, strict=True):
@@ -68,7 +68,7 @@ def locate_columns(
     tables: tuple[torch.Tensor, ...],
     sizes: tuple[int, ...],
 ) -> ColumnPositions:
-    """Return positions and slots for a rectangle with `queries` columns, column by column."""
+    """Return positions and slots for a padded batch of `queries` columns, column by column."""
     rows = len(starts_B)
     no_tokens_BQ = torch.zeros(rows, queries, dtype=torch.int32, device=starts_B.device)
     located = locate_rectangle(no_tokens_BQ, starts_B, num_real_B, tables, sizes)
@@ -97,7 +97,7 @@ class Newest(NamedTuple):
 def take_newest(
     history_RM: torch.Tensor, rows_B: torch.Tensor, lengths_B: torch.Tensor, wanted_B: torch.Tensor, count: int
 ) -> Newest:
-    """Return the last `count` tokens of each row where `wanted_B` is above 0. `lengths_B` contains the row lengths."""
+    """Return the last `count` tokens of each row with `wanted_B` above 0. `lengths_B` contains the row lengths."""
     is_wanted_B = wanted_B > 0
     starts_B = torch.where(is_wanted_B, lengths_B - count, 0)
     offsets_N = torch.arange(count, dtype=torch.int32, device=rows_B.device)
@@ -116,9 +116,9 @@ def append(
     width: int,
     pad_row: int,
 ) -> None:
-    """Write each row's first `num_B` tokens, starting at position `first_B`. The pad row may receive the other tokens.
+    """Write each row's first `num_B` tokens at position `first_B`. The other tokens may be written to the pad row.
 
-    `history` contains rows of `width` tokens. It is flat because devices that capture steps cannot write through views.
+    `history` contains rows of `width` tokens in one dimension, because captured steps cannot write through views.
     """
     offsets_N = torch.arange(tokens_BN.shape[1], dtype=torch.int32, device=rows_B.device)
     is_real_BN = (offsets_N < num_B[:, None]) & (rows_B != pad_row)[:, None]
@@ -128,7 +128,7 @@ def append(
 
 
 def put(state_R: torch.Tensor, rows_B: torch.Tensor, numbers_B: torch.Tensor, *, pad_row: int) -> None:
-    """Write one value per row. The pad row stays 0."""
+    """Write one value per row. The pad row keeps the value 0."""
     state_R.index_copy_(0, rows_B, torch.where(rows_B == pad_row, 0, numbers_B).to(state_R.dtype))
 
 
@@ -144,10 +144,10 @@ def check_drafts(
     *,
     mark: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the drafts with tokens outside the vocabulary replaced, and the number of drafts in each row.
+    """Return the drafts, with tokens outside the vocabulary replaced, and the number of drafts in each row.
 
-    The number is `mark` if a draft is outside the vocabulary or comes from unsound logits (with NaN or +inf), or if the
-    original number is negative or exceeds `most_B`.
+    A row's number becomes `mark` if one of its drafts is outside the vocabulary or comes from logits with NaN or +inf,
+    or if the number is negative or exceeds `most_B`.
     """
     offsets_K = torch.arange(tokens_BK.shape[1], dtype=torch.int32, device=tokens_BK.device)
     wrong_BK = tokens_BK < 0
@@ -162,7 +162,7 @@ def check_drafts(
 
 
 class RowOperations(NamedTuple):
-    """A device's implementations of the functions above."""
+    """A device's implementations of the functions in this module."""
 
     locate_rectangle: Callable[..., Positions] = locate_rectangle
     locate_columns: Callable[..., ColumnPositions] = locate_columns

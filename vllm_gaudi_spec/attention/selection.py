@@ -1,7 +1,7 @@
-"""Key selection for sparse attention: a mask for dense attention that keeps the keys with the highest index scores.
+"""Key selection for sparse attention, as a mask for dense attention that keeps the keys with the highest index scores.
 
-Dimensions: I index heads of size R; B rows of Q queries; keys as in padded.py and flat.py. Shapes are static, and no
-value is read on the host.
+Dimensions: I index heads of size R; B rows of Q queries; keys as in padded.py and flat.py. Shapes are static, and the
+host reads no values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def group_index_queries(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index queries [B, I, Q, R] and their weights [B, I, Q]."""
+    """Return index queries [B, I, Q, R] and their weights [B, I, Q]."""
     assert call.index is not None, "the layer has an indexer, and the call no queries of it"
     query_TIR, weights_TI = call.index
     shape = (call.num_rows, call.num_queries)
@@ -27,8 +27,8 @@ def score_keys(
 ) -> torch.Tensor:
     """Return scores, float32 [..., Q, keys], for queries [..., I, Q, R], weights [..., I, Q] and keys [..., keys, D].
 
-    Only a few heads are scored at a time. An indexer has more heads than a rank has attention heads, so the scores
-    for all of them together would be the model's largest tensor.
+    Heads are scored a few at a time. An indexer has more heads than a rank has attention heads, so the scores for all
+    index heads would be the model's largest tensor.
     """
     num_heads, num_queries = query.shape[-3:-1]
     # Compute in float32, because rounding could make different scores equal.
@@ -45,10 +45,10 @@ def score_keys(
 
 
 def select(scores_BQK: torch.Tensor, number: int) -> torch.Tensor:
-    """Return which keys have the `number` highest scores for each query, as bool.
+    """Return the keys with the `number` highest scores for each query, as bool.
 
-    Ties are resolved in favor of earlier keys. Ties are common because negative dot products count as zero, and the
-    selection must not depend on how many keys follow.
+    Earlier keys win ties. Ties are common because negative dot products count as zero, and the selection must not
+    depend on the number of later keys.
     """
     last = scores_BQK.topk(number, dim=-1).values[..., -1:]
     above, equal = scores_BQK > last, scores_BQK == last

@@ -1,7 +1,7 @@
-"""Attention in plain torch, for layers that a device's kernel does not support and as a reference for tests.
+"""Attention in plain torch, used for layers that a device's kernel does not support and as a reference in tests.
 
-A layer's KV has shape [blocks, K, block_size, 2 * D], as allocated by vLLM. Each head in a block stores its keys, then
-its values. If values are part of the keys, the shape is [blocks, K, block_size, D].
+A layer's KV has shape [blocks, K, block_size, 2 * D], as allocated by vLLM. Each head in a block stores its keys first
+and then its values. If values are part of the keys, the shape is [blocks, K, block_size, D].
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def split_kv(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def copy_blocks(kv_caches: dict[str, torch.Tensor], pairs: list[tuple[int, int]]) -> None:
-    """Copy the first block in each pair to the second block in every layer's cache."""
+    """Copy the first block in each pair to the second one, in every layer's cache."""
     for kv_cache in kv_caches.values():
         for source, target in pairs:
             kv_cache[target] = kv_cache[source]
@@ -64,7 +64,7 @@ def attend(
 
 
 class _Slots:
-    """Blocks [blocks, K, block_size, D], indexed by slot."""
+    """Blocks [blocks, K, block_size, D] that are indexed by slot."""
 
     def __init__(self, blocks: torch.Tensor) -> None:
         self._blocks = blocks
@@ -81,7 +81,7 @@ def attend_packed(
     call: AttentionCall,
     spec: AttentionLayerSpec,
 ) -> torch.Tensor:
-    """Attend with packed tokens, using an `attend` function that supports only rectangles."""
+    """Attend from packed tokens with an `attend` function that supports only padded batches."""
     packed = call.packed
     assert packed is not None
     whole: AttentionCall = call.plan("rectangle", lambda: replace(call, packed=None, _plans={}))

@@ -1,6 +1,6 @@
-"""The interface between the engine and a device.
+"""Interface between the engine and a device.
 
-Each device overrides the defaults that do not apply to it. Code outside `devices/` never checks which device is used.
+Each device overrides the defaults that do not suit it. Code outside `devices/` never checks which device is in use.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class DeviceTraits:
     """How steps are executed: eager, lazy, compiled, or captured."""
     torch_device: torch.device
     captures: bool = False
-    """Whether warm-up has to capture a graph for every combination of shapes and branches in a step.
+    """Whether warm-up has to capture a graph for every combination of shapes and sampling branches.
 
-    If so, code must keep the number of branches small and pass numbers that vary between steps as tensors. If not,
-    shapes may depend on tensor values, because reading a value does not block, and models skip padding.
+    If so, code must keep these combinations few and pass numbers that vary between steps as tensors. If not, shapes may
+    depend on tensor values, because reading a value does not block, and models skip padding.
     """
     updates_views: bool = True
     """Whether a graph may contain a layer that writes through a view (docs/contributing/quirks.md, L06)."""
     compiles: bool = False
-    """Whether capturing a graph compiles it. This takes seconds to minutes, so sampling passes should share graphs."""
+    """Whether capturing a graph compiles it, which takes seconds to minutes. Sampling passes then share graphs."""
     block_size: int = 128
     """Default number of tokens in a KV block."""
     flat_decode: bool = False
@@ -66,27 +66,27 @@ class DeviceTraits:
     prefill_rows: tuple[int, ...] = (1,)
     """Default numbers of equal-length prompt chunks that may share a step."""
     causal_first_chunks: bool = False
-    """Whether attention needs no mask for a prompt's first chunk. If so, first chunks have their own shapes."""
+    """Whether attention needs no mask for the first chunk of a prompt. If so, first chunks have their own shapes."""
     smallest_prefill: int = 128
-    """The smallest prefill bucket in tokens. Every prefill bucket is a multiple of it."""
+    """The smallest prefill bucket in tokens. All prefill buckets are multiples of it."""
     slice_tokens: int = 0
     """The length in tokens of the slices into which prompt chunks are divided (`vllm_gaudi_spec.slices`), or 0 to keep
     each chunk in a single row."""
     decode_step: int = 0
-    """The minimum step between decode batch sizes, or 0 to use only powers of two."""
+    """The minimum difference between decode batch sizes, or 0 to use only powers of two."""
     times_decode_sizes: bool = False
     """Whether warm-up drops default decode batch sizes that take longer than larger ones."""
     prefill_step: int = 0
-    """The minimum step between prefill buckets, or 0 to use only powers of two. Devices set it if padding costs more
-    than additional shapes."""
+    """The minimum difference between prefill buckets, or 0 to use only powers of two. A device sets this if padding
+    costs more than additional shapes."""
     shares_kv_caches: bool = False
     """Whether each layer's KV cache is a single tensor in vLLM's layout, which KV connectors can read and write."""
     selects_keys: bool = False
-    """Whether sparse attention, in which an indexer selects the keys, was validated against another implementation."""
+    """Whether sparse attention, in which an indexer selects the keys, was compared with another implementation."""
     media_models: tuple[str, ...] = ()
-    """Model classes validated against transformers on images, in captured graphs if the device captures graphs."""
+    """Model classes compared with transformers on images, in captured graphs if the device captures graphs."""
     recurrent_models: tuple[str, ...] = ()
-    """Architectures with recurrent layers that were validated in the same way."""
+    """Architectures with recurrent layers that were compared in the same way."""
     max_drafts: int = MAX_DRAFTS
     """The maximum number of drafts per row that the device's kernels can verify in one step."""
     takes_quant_config: bool = False
@@ -94,11 +94,11 @@ class DeviceTraits:
     simulates_quantization: bool = False
     """Whether QUANT_CONFIG is simulated rather than applied by Intel Neural Compressor."""
     takes_cpu_weights: bool = False
-    """Whether the `cpu_weights` option selects the weight format."""
+    """Whether the device supports the option `cpu_weights`, which selects the weight format."""
     sleeps: bool = False
-    """Whether `Memory.release` is implemented. Steps must then access weights and KV only through tensors."""
+    """Whether `Memory.release` is implemented. If so, steps must access weights and KV only through tensors."""
     updates_weights: bool = False
-    """Whether an unquantized model's weights may be overwritten in place with new ones."""
+    """Whether the weights of an unquantized model may be overwritten in place."""
     warmup_tokens: int = -1
     """The maximum number of tokens in the shapes that warm-up runs, or -1 for no limit."""
 
@@ -110,8 +110,8 @@ class Graphs:
         """Wrap `function` to run as one graph per combination of tensor shapes and non-tensor arguments.
 
         Arguments may be tensors, numbers, strings, None, and tuples of these. The function must not wait for the device
-        or read a tensor's value. A tensor that it modifies without receiving it as an argument must be overwritten as a
-        whole, not through a view, and must remain the same object with the same shape between calls. If the device
+        or read a tensor's value. If the function modifies a tensor that is not an argument, it must overwrite the whole
+        tensor, not write through a view, and the tensor must remain the same object with the same shape. If the device
         captures graphs, the next run of the same graph may overwrite the result.
         """
         return function
@@ -123,7 +123,7 @@ class Graphs:
         return graphs
 
     def compiling_only(self) -> AbstractContextManager[None]:
-        """Return a context in which warm-up compiles graphs without executing them, if the device has such a mode."""
+        """Return a context in which warm-up compiles graphs without running them, if the device has such a mode."""
         return nullcontext()
 
     def num_recipes(self) -> int:
@@ -131,22 +131,22 @@ class Graphs:
         return 0
 
     def warmed_up(self) -> None:
-        """Mark the end of warm-up, after which nothing should be compiled."""
+        """Mark the end of warm-up, after which no graph should be compiled."""
 
     def step_done(self) -> None:
-        """Signal that a step's work has all been issued. The default does nothing: work starts when it is issued."""
+        """Signal that a step's work has all been issued. The default does nothing, because work starts immediately."""
 
     def compiled_after_warmup(self) -> int:
         """Return the number of graphs compiled after warm-up, or 0 if the device does not count them."""
         return 0
 
     def counts(self) -> dict[str, Any]:
-        """Return all of the device's counters, most importantly `compiled_after_warmup`."""
+        """Return all of the device's counters, including `compiled_after_warmup`."""
         return {}
 
 
 class Memory:
-    """Device memory: copies to and from the host, and the KV cache. By default, the device uses the host's memory."""
+    """Device memory: copies to and from the host, and the KV cache. By default, device memory is the host's memory."""
 
     num_host_syncs = 0
     """The number of calls to `download` and `start_download`."""
@@ -168,28 +168,28 @@ class Memory:
         return partial(self.download, tensor)
 
     def synchronize(self) -> None:
-        """Wait for all issued work. The default does nothing: each call returns only after its work is done."""
+        """Wait for all issued work. The default does nothing, because each call returns only after its work is done."""
 
     def free_bytes(self) -> int | None:
-        """Return the card's free memory in bytes, or None if the device uses the host's memory."""
+        """Return the device's free memory in bytes, or None if the device uses the host's memory."""
         return None
 
     measures_peak = False
     """Whether `measure_peak` is implemented."""
 
     def measure_peak(self, run: Callable[[], object]) -> int:
-        """Return the peak number of bytes that `run` allocates beyond what was already allocated."""
+        """Return the peak number of bytes that `run` allocates in addition to existing allocations."""
         raise NotImplementedError
 
     def bytes_asked(self, error: RuntimeError) -> int | None:
-        """Return the size of a failed allocation, or 0 if the error message does not state it.
+        """Return the size of the failed allocation, or 0 if the error message does not state the size.
 
         Returns None if `error` is not an out-of-memory error.
         """
         return None
 
     def available_memory(self, utilization: float, num_ranks: int) -> int:
-        """Return the number of bytes that each of the host's `num_ranks` processes may use for KV."""
+        """Return the number of bytes that each of the `num_ranks` processes on this host may use for KV."""
         raise NotImplementedError
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
@@ -199,8 +199,8 @@ class Memory:
     def release(self, tensors: Iterable[torch.Tensor], *, keep: bool) -> Callable[[], None]:
         """Free the device memory that the tensors occupy and return a function that restores it.
 
-        The returned function restores the tensors' contents if `keep` is set and fills the tensors with zeros
-        otherwise. Only devices with the `sleeps` trait implement this method.
+        The returned function restores the tensors' contents if `keep` is set; otherwise, it fills the tensors with
+        zeros.
         """
         raise NotImplementedError
 
@@ -216,15 +216,15 @@ class Attention:
         raise NotImplementedError
 
     def supports_attention(self, spec: AttentionLayerSpec) -> bool:
-        """Whether the device's kernel supports this layer. If it does not, `torch_ops` handles the layer."""
+        """Whether the device's kernel supports this layer. If not, `torch_ops` computes the layer."""
         return True
 
     def reads_slices(self, spec: AttentionLayerSpec) -> bool:
-        """Whether a call can split a request across several rows at roughly the cost of a single row."""
+        """Whether a call can split a request into several rows at roughly the cost of one row."""
         return True
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replace non-finite keys or values before `write_kv`, or return them unchanged if the write kernel does so."""
+        """Replace non-finite keys or values before `write_kv`, or return them unchanged if the kernel replaces them."""
         return finite(tensor)
 
     def write_kv(
@@ -235,9 +235,9 @@ class Attention:
         slots_T: torch.Tensor,
         spec: AttentionLayerSpec,
     ) -> None:
-        """Store finite keys and values in their slots.
+        """Write finite keys and values to their slots.
 
-        `value_TKD` is None if the values are part of the keys. Only padding slots may occur more than once. If
+        `value_TKD` is None if the values are part of the keys. Only slots for padding may occur more than once. If
         `spec.layer_operations` is set, the implementation must call `spec.operations`.
         """
         raise NotImplementedError
@@ -245,7 +245,7 @@ class Attention:
     def attend(
         self, query_THD: torch.Tensor, kv_cache: Any, call: AttentionCall, spec: AttentionLayerSpec
     ) -> torch.Tensor:
-        """Compute causal attention for Q queries per row over the row's KV blocks, reading each block once.
+        """Compute causal attention for Q queries per row, reading each KV block of the row once.
 
         Returns a new tensor [T, H, output size], because a captured graph on Gaudi must not write through a view or
         into a buffer passed by the caller.
@@ -257,11 +257,11 @@ class Weights:
     """Device-specific weight handling. By default, weights stay as loaded, and quantized formats are rejected."""
 
     device_name = "this device"
-    """The device's name in messages."""
+    """The device's name in error messages."""
     fp8_arithmetic: Callable[[float], Arithmetic] | None = None
-    """Creates the e4m3 arithmetic for a given maximum value. None if the device does not store KV in FP8."""
+    """Returns the e4m3 arithmetic for a given maximum value, or None if the device does not store KV in FP8."""
     fp8_logits: Callable[[float], Arithmetic] | None = None
-    """Creates the arithmetic for a drafter's logits in the same way. None if FP8 matmuls are not faster."""
+    """Returns the arithmetic for a drafter's logits in the same way, or None if FP8 matmuls are not faster."""
     multiplies_fp8 = False
     """Whether FP8 matmuls are faster than higher-precision ones, so that linear layers in FP8 checkpoints should stay
     in FP8."""
@@ -270,42 +270,42 @@ class Weights:
 
     @property
     def fp8_range(self) -> str | None:
-        """Return the card whose e4m3 range applies (gaudi2 or gaudi3), or None to let the user choose."""
+        """Return the card whose e4m3 range applies (gaudi2 or gaudi3), or None if the user may choose."""
         return None
 
     def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
-        """Return the context in which to load a model that will be measured or quantized."""
+        """Return a context for loading a model that will be measured or quantized."""
         raise NotImplementedError("refused at start-up")
 
     def quantize(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measuring | None:
-        """Measure or quantize a loaded model before `prepare_model` is called. Return the measurement, if any."""
+        """Measure or quantize a loaded model before `prepare_model` is called. Returns the measurement, if any."""
         raise NotImplementedError("refused at start-up")
 
     def from_uint4(self, words: Words, dtype: torch.dtype) -> torch.Tensor:
-        """Unpack the weight [K, N] stored in `words`."""
+        """Unpack the weight [K, N] from `words`."""
         raise NotImplementedError("refused at start-up")
 
     def missing_kernel(self, vllm_config: VllmConfig, model: ModelConfig) -> str | None:
-        """Return why the device cannot run a model's quantized weights, or None if it can.
+        """Return the reason why the device cannot run a model's quantized weights, or None if it can.
 
-        This is called before anything is loaded, including in processes that must not open the card.
+        This method is called before anything is loaded, also in processes that must not open the device.
         """
         return f"for which there are no kernels yet on {self.device_name}"
 
     def refresh(self, model: nn.Module, *, dropped: bool = False) -> None:
-        """Rebuild weight-derived data that vLLM's loader does not rebuild after an update, or free it if `dropped` is
-        set."""
+        """Rebuild data derived from weights that vLLM's loader does not rebuild after an update, or free it if
+        `dropped` is set."""
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Move loaded weights to the device in the layout that it needs.
+        """Move loaded weights to the device in the layout that its kernels need.
 
-        The default does nothing, because weights are on the device after loading.
+        The default does nothing, because weights are already on the device after loading.
         """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceBackend:
-    """A device, as seen by the engine."""
+    """A device as the engine sees it."""
 
     traits: DeviceTraits
     memory: Memory

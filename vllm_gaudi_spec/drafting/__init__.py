@@ -1,1 +1,1 @@
-"""Drafters. Each has its own file and a row in `methods.py`."""
+"""Drafters. Each one has its own file and a row in `methods.py`."""

@@ -1,7 +1,7 @@
-"""Interfaces between the runner and drafters.
+"""Interfaces between the model runner and drafters.
 
-A host proposer reads token histories on the host, after the step's result has been copied there. A device proposer
-works on device tensors and never waits for the device, so it supports async scheduling.
+A host proposer reads token histories on the host after the result of the step has been copied there. A device proposer
+works with device tensors and never waits for the device, so it supports async scheduling.
 """
 
 from __future__ import annotations
@@ -41,62 +41,62 @@ class HostProposer(Protocol):
         ...
 
     def forget(self, req_ids: Iterable[str]) -> None:
-        """Drop the state for requests that have ended. Later requests may reuse their IDs."""
+        """Discard the state of requests that have ended. Later requests may reuse their IDs."""
         ...
 
     @property
     def num_remembered(self) -> int:
-        """Number of requests whose state is kept."""
+        """Number of requests for which state is kept."""
         ...
 
 
 class DrafterKVSync:
-    """KV sync, which keeps the drafter's KV and hidden states consistent with the tokens that the target accepts.
+    """Keeps the drafter's KV and hidden states consistent with the tokens that the target accepts.
 
-    This base class also serves drafters without KV or hidden states, for which all events are no-ops.
+    This base class is also used for drafters without KV or hidden states, for which all methods do nothing.
     """
 
     has_kv = False
-    """Whether drafting rounds read KV, either the drafter's own (which they also write) or the target's."""
+    """Whether drafting reads KV, either the drafter's own (which it also writes) or the target's."""
     reads_every_step = False
-    """Whether the drafter reads new tokens after each verification, even if no drafts follow."""
+    """Whether the drafter reads new tokens after each verification, even if it does not draft afterwards."""
 
     # --- host ---
 
     def on_admitted(self) -> None:
-        """Handle newly admitted requests (`requests.admitted`)."""
+        """Handle newly admitted requests, which are in `requests.admitted`."""
 
     def on_forward(self, batch: Batch) -> None:
         """Handle a batch after the target's forward pass."""
 
     def before_round(self, sampled: SampledRows, max_drafts_np: np.ndarray, batch: DraftBatch | None) -> None:
-        """Read the tokens that a drafting round needs. This is called after each verification.
+        """Read the tokens that drafting requires. This method is called after each verification.
 
         Args:
             max_drafts_np: Current maximum number of drafts for each request.
-            batch: The rows on the device if the drafter has KV and either a round follows or `reads_every_step` is set.
+            batch: Rows on the device if the drafter has KV and either drafting follows or `reads_every_step` is set.
         """
 
     def on_drafted(self, requests: list[Request], max_drafts_np: np.ndarray) -> None:
-        """Update host state after a round."""
+        """Update host state after drafting."""
 
     def invalidate(self, requests: list[Request]) -> None:
-        """Discard everything the drafter has read for these requests, because a read failed or the KV may be wrong."""
+        """Discard what the drafter has read for these requests, because a read failed or the KV may be wrong."""
 
     def on_faulty(self, requests: list[Request]) -> None:
-        """Handle requests whose drafts were unusable, since the drafter's KV for them may be wrong."""
+        """Handle requests with unusable drafts, for which the drafter's KV may be wrong."""
 
     # --- device: called in the sampling pass and in rounds ---
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
-        """Update device state after verification, which has set the rows' lengths to `lengths_B`."""
+        """Update device state after verification, which has already set row lengths to `lengths_B`."""
 
     def limit_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
-        """Return `max_drafts_B`, int32 [B], reduced for rows where the drafter has read too few tokens."""
+        """Return `max_drafts_B`, int32 [B], reduced in rows where the drafter has read too few tokens."""
         return max_drafts_B
 
     def gather_hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden | None:
-        """Return the hidden states that predict each row's first draft token, for drafters that read hidden states."""
+        """Return the hidden states from which each row's first draft token is predicted, for drafters that use them."""
         return None
 
     def on_round_written(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
@@ -105,46 +105,46 @@ class DrafterKVSync:
     # --- warm-up ---
 
     def jobs(self) -> Iterator[Job]:
-        """Yield warm-up jobs for reads and state updates, but not for drafting rounds."""
+        """Yield warm-up runs for reads and state updates, but not for drafting itself."""
         yield from ()
 
 
 class DeviceProposer(ABC):
-    """A proposer with static shapes that never waits for the device."""
+    """A proposer that has static shapes and never waits for the device."""
 
     drafts_one_by_one = False
-    """Whether fewer drafts take less time. If so, there is a graph for each number of drafts in `Speculation.widths`.
-    Otherwise, every round drafts k tokens."""
+    """Whether drafting fewer tokens takes less time. If so, there is a graph for each number of drafts in
+    `Speculation.widths`. Otherwise, the drafter always drafts k tokens."""
 
     @abstractmethod
     def propose(self, request: DraftRequest) -> Drafts:
         """Draft tokens for the rows in `request`."""
 
     def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> DrafterKVSync:
-        """Return the drafter's KV sync. The default is for drafters without KV or hidden states."""
+        """Return the drafter's KV sync. The default suits drafters without KV or hidden states."""
         return DrafterKVSync()
 
 
 class ReadBlocks:
-    """Tracks which KV blocks a drafter has read.
+    """Tracks the KV blocks that a drafter has read.
 
-    vLLM shares blocks between requests based on the target's KV alone. The drafter's KV for a block may be missing,
-    because drafting was disabled for that request or under that load. Such a block does not count as read.
+    To share blocks between requests, vLLM considers only the target's KV. The drafter's KV for a block may be missing
+    if drafting was disabled for that request or because of the load. Such a block does not count as read.
     """
 
     def __init__(self, requests: Requests, num_blocks: int, groups: list[int], *, keeps_up: bool = False) -> None:
         """
         Args:
-            groups: KV cache groups that contain the drafter's layers.
-            keeps_up: Whether the drafter reads every token that the target computes, except in rows passed to `forget`.
+            groups: The KV cache groups that contain the drafter's layers.
+            keeps_up: Whether the drafter reads all tokens that the target computes, except in rows passed to `forget`.
         """
         self._tables = [requests.tables_np[group] for group in groups]
         self._sizes = [requests.block_sizes[group] for group in groups]
         self._counts = [requests.num_blocks[group] for group in groups]
         self._read_np = np.zeros(num_blocks, dtype=np.int32)
-        """Number of tokens that the drafter has read in each block, from the block's start. Block 0 is padding."""
+        """Number of tokens at the start of each block that the drafter has read. Block 0 is padding."""
         self._seen = [np.zeros_like(counts) for counts in self._counts]
-        """Number of blocks in each row that were initialized here or were already computed at admission."""
+        """Number of blocks in each row that this class has initialized or that were already computed at admission."""
         self._keeps_up = keeps_up
 
     def admit(self, row: int, num_computed: int) -> None:
@@ -156,21 +156,21 @@ class ReadBlocks:
             seen[row] = num_computed // size
 
     def load(self, block_ids: list[int]) -> None:
-        """Record blocks that a KV connector fills.
+        """Record the blocks that a KV connector fills.
 
-        They count as read if the drafter's KV is also transferred, and as unread otherwise.
+        The blocks count as read if the drafter's KV is also transferred, and as unread otherwise.
         """
         self._read_np[block_ids] = max(self._sizes, default=0) if self._keeps_up else 0
 
     def clear_new(self) -> None:
-        """Initialize the blocks that rows received since the last call, which may have held other tokens before."""
+        """Initialize blocks that rows have received since the last call, which may have held other tokens."""
         for table, counts, seen, size in zip(self._tables, self._counts, self._seen, self._sizes, strict=True):
             for row in np.flatnonzero(counts > seen):
                 self._read_np[table[row, seen[row] : counts[row]]] = size if self._keeps_up else 0
                 seen[row] = counts[row]
 
     def count_read(self, row: int, num_computed: int) -> int:
-        """Return how many of an admitted row's `num_computed` tokens the drafter has read."""
+        """Return the number of an admitted row's `num_computed` tokens that the drafter has read."""
         reach = num_computed
         for table, size in zip(self._tables, self._sizes, strict=True):
             blocks = table[row, : -(-num_computed // size)]
@@ -189,7 +189,7 @@ class ReadBlocks:
         for table, size in zip(self._tables, self._sizes, strict=True):
             first_np = begins_np // size
             count_np = -(-ends_np // size) - first_np
-            # One entry per block: its row and its index in the row's table.
+            # One entry per block, with the block's row and its index in the row's block table.
             row_np = np.repeat(np.arange(len(rows_np)), count_np)
             index_np = np.arange(len(row_np)) + (first_np + count_np - np.cumsum(count_np))[row_np]
             blocks_np = table[rows_np[row_np], index_np]
@@ -197,23 +197,21 @@ class ReadBlocks:
 
 
 class Model(Protocol):
-    """A loaded model."""
-
     output_ids: torch.Tensor | None
-    """int64: target token IDs that the logits cover, or None if they cover the model's whole vocabulary."""
+    """int64: target token IDs for which there are logits, or None if the logits cover the model's whole vocabulary."""
 
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
-        """Write the KV for all T tokens and return their hidden states, [T, H]. Only heads take `carried_TH`."""
+        """Write the KV for all T tokens and return their hidden states, [T, H]. Only draft heads use `carried_TH`."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits, [rows, V], in the model's dtype."""
+        """Return logits, [rows, V], in the model's dtype."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftingContext:
-    """The parts of a loaded runner that drafting needs."""
+    """The parts of a loaded runner that drafters need."""
 
     speculation: Speculation
     vllm_config: VllmConfig
@@ -222,13 +220,13 @@ class DraftingContext:
     shapes: Shapes
     kv_cache: KVCache
     hidden_states: HiddenStateBuffer
-    """The target's hidden-state buffer."""
+    """The buffer with the target's hidden states."""
     target: LoadedModel
     drafter: LoadedModel | None
-    """The drafter's model, or None for methods without one."""
+    """The drafter's model, or None for methods that have none."""
     sampling: Sampling
     pair: Pair | None = None
-    """The two vocabularies, if the drafter and the target use different ones."""
+    """Both vocabularies, if the drafter's differs from the target's."""
 
     @property
     def spec_config(self) -> SpeculativeConfig:
@@ -249,7 +247,7 @@ class DraftingContext:
 
     @property
     def drafter_max_len(self) -> int:
-        """The maximum context length for which the drafter stores KV in the target's blocks."""
+        """The maximum context length up to which the drafter stores KV in the target's blocks."""
         return min(self.speculation.drafter_max_len or self.max_model_len, self.max_model_len)
 
     @property
@@ -259,7 +257,7 @@ class DraftingContext:
         return size
 
     def make_read_blocks(self, *, keeps_up: bool) -> ReadBlocks:
-        """Return a tracker for the blocks with the drafter's KV. See `ReadBlocks` for `keeps_up`."""
+        """Return a tracker for the blocks that contain the drafter's KV. `ReadBlocks` describes `keeps_up`."""
         assert self.drafter is not None
         names = set(self.drafter.layer_names)
         groups = [index for index, layers in enumerate(self.kv_cache.layer_groups) if names & set(layers)]
@@ -269,46 +267,47 @@ class DraftingContext:
 class Drafting:
     """Runs the drafter on the device within a step, or on the host after the step's device-to-host sync.
 
-    Draft tokens are stored after each row's history, where the next step verifies them. The default methods do nothing,
-    as in an engine without speculation. Subclasses override the methods they need.
+    Draft tokens are stored after the tokens of each row, where the next step verifies them. By default, methods do
+    nothing, as in an engine without speculation. Subclasses override the methods that they need.
     """
 
     verifies_drafts = False
-    """Whether a step reports how many drafts it verified."""
+    """Whether steps report how many drafts they verified."""
     reports_drafts = False
-    """Whether `propose` makes drafts, so that a step's report may include draft tokens."""
+    """Whether `propose` drafts tokens, so that a step's report may include them."""
     lookahead = 0
-    """Number of additional tokens for which a decode needs blocks, so that the drafter can write their KV."""
+    """The number of additional tokens for which a decode needs KV blocks, so that the drafter can write their KV."""
     pass_drafts: tuple[int, ...] = (0,)
-    """Numbers of drafts per row that a sampling pass may make by itself. With 0, `propose` makes the drafts."""
+    """The numbers of drafts per row that a sampling pass may generate itself. With 0, `propose` generates them."""
     pass_error: Exception | None = None
-    """The exception that stopped drafting in a sampling pass. `propose` handles it because it knows the requests."""
+    """The exception that stopped drafting in a sampling pass. `propose` handles the exception, because it knows which
+    requests were affected."""
 
     # --- the scheduler ---
 
     def apply(self, requests: Requests) -> None:
-        """Update state for requests that were admitted or have ended."""
+        """Update state for requests that have been admitted or have ended."""
 
     def update_drafter_state(self, restarted: list[Request], excluded: list[Request], *, disabled: bool) -> None:
         """Apply the scheduler's decision about drafter faults (see `DrafterStatus`).
 
-        If `disabled` is set, the scheduler stops requesting drafts, which is enough for host drafters. Device drafters
-        must also ignore drafts in flight and stop following the target.
+        If `disabled` is set, the scheduler no longer requests drafts, which is sufficient for host drafters. Device
+        drafters must also ignore drafts that are in flight and stop following the target.
         """
 
     def cap_scheduled_drafts(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
-        """Return the maximum number of draft tokens that each request may have on the device, int32.
+        """Return the maximum number of draft tokens for each request on the device, int32.
 
-        This never exceeds the scheduled number.
+        The result never exceeds the scheduled number.
         """
         return np.array(num_scheduled, dtype=np.int32)
 
     def find_outgrown_requests(self) -> Collection[str]:
-        """Return requests that had no drafts in the last step because they exceed a limit known only to the drafter."""
+        """Return requests that had no drafts in the last step because they exceed a limit only the drafter knows."""
         return ()
 
     def take_rounds(self) -> list[DraftRound]:
-        """Return and clear the drafting rounds observed by the host."""
+        """Return and clear the results of drafting that the host has observed."""
         return []
 
     def get_draft_token_ids(self, step: StepResult) -> DraftTokenIds:
@@ -316,34 +315,34 @@ class Drafting:
         return DraftTokenIds([], [])
 
     def in_use(self) -> dict[str, int]:
-        """Return the number of requests that have drafter state, by kind of state."""
+        """Return the number of requests with drafter state, by kind of state."""
         return {}
 
     # --- a step ---
 
     def host_drafts(self, requests: list[Request]) -> np.ndarray | None:
-        """Return the draft tokens made on the host, which are copied together with the step that verifies them.
+        """Return the draft tokens generated on the host, which are copied together with the step that verifies them.
 
-        The result, int32 [requests, 1 + K], contains the number of draft tokens, followed by the tokens. It is None if
-        drafts are made on the device.
+        The result, int32 [requests, 1 + K], contains each request's number of draft tokens, followed by the tokens. It
+        is None if drafts are generated on the device.
         """
         return None
 
     def follow(self, batch: Batch) -> None:
-        """Update the drafter's KV after the target's forward pass over a batch."""
+        """Update the drafter's KV after the target's forward pass on a batch."""
 
     def gather_probs(self, rows_B: torch.Tensor, num_drafts: int) -> torch.Tensor | None:
-        """Return the distributions for each row's first `num_drafts` drafts, float32 [B, J, V].
+        """Return the distributions of each row's first `num_drafts` drafts, float32 [B, J, V].
 
         Returns None if the rule does not need them.
         """
         return None
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
-        """Update device state in the sampling pass, which has already set the rows' lengths to `lengths_B`."""
+        """Update device state in the sampling pass, which has already set row lengths to `lengths_B`."""
 
     def choose_pass_drafts(self, max_drafts: int) -> tuple[int, int]:
-        """Return how many drafts (from `pass_drafts`) the sampling pass makes and the maximum that a row keeps."""
+        """Return the number of drafts (from `pass_drafts`) that the sampling pass generates and the maximum per row."""
         return 0, 0
 
     def draft_in_pass(self, rows_B: torch.Tensor, max_drafts_B: torch.Tensor, branch: Branch, num_drafts: int) -> None:
@@ -352,7 +351,7 @@ class Drafting:
     def propose(self, sampled: SampledRows, branch: Branch, max_drafts: int) -> bool:
         """Draft up to `max_drafts` tokens per row on the device, after verification.
 
-        Returns whether a round ran. Host drafters use `propose_on_host` instead.
+        Returns whether the drafter ran. Host drafters use `propose_on_host` instead.
         """
         return False
 
@@ -362,8 +361,8 @@ class Drafting:
     # --- warm-up ---
 
     def propose_for_padding(self, num_rows: int, num_drafts: int) -> None:
-        """Run the same device work as drafting after a decode that verified `num_drafts` drafts per row."""
+        """Do the same device work as drafting after a decode that verified `num_drafts` drafts per row."""
 
     def jobs(self) -> Iterator[Job]:
-        """Yield warm-up jobs for every graph that drafting may run."""
+        """Yield warm-up runs for every graph that drafting may use."""
         yield from ()

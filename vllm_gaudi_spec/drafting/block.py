@@ -1,11 +1,11 @@
 """DFlash, DFlash2 and DSpark: drafters that fill a whole block of tokens in one forward pass.
 
 The drafter stores the context in its own KV: each of its layers projects the target's hidden states to keys and values
-(`BlockModel.write_context`). A drafting round is one rectangle, which contains the newest token and a mask token for
-each position to fill. The rectangle's queries attend to the whole context and, in most checkpoints, to each other.
+(`BlockModel.write_context`). To draft, it processes one padded batch, which contains the newest token and a mask token
+for each position to fill. Its queries attend to the whole context and, in most checkpoints, to each other.
 
-Once the target has computed a round's positions, the KV that the round wrote is overwritten from the target's hidden
-states. The drafter therefore follows its target at every step, as a head does (`HeadKVSync`).
+Once the target has computed the drafted positions, the KV written while drafting is overwritten with KV from the
+target's hidden states. Like a head, the drafter therefore follows its target at every step (`HeadKVSync`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BlockModel(LoadedHead):
     def __init__(self, *args: Any, **named: Any) -> None:
         with allow_mixed_windows():
             super().__init__(*args, **named)
-        # Drop vLLM's copies of the layers' weights, which are for kernels that exist only for CUDA and CPU.
+        # Remove vLLM's copies of the layers' weights, which only its CUDA and CPU kernels use.
         inner = self.model.model
         inner._fused_kv_weight = inner._fused_kv_bias = inner._k_norm_weights = None
         for layer in inner.layers:
@@ -68,9 +68,9 @@ class BlockModel(LoadedHead):
                 cache.impl.do_kv_cache_update(cache, key_TKD, value_TKD, cache.kv_cache, slots[cache.layer_name])
 
     def compute_candidates(self, hidden_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits and IDs [N, C] of DFlash2's candidates.
+        """Return the logits and the token IDs of DFlash2's candidates, both [N, C].
 
-        vLLM's method exchanges int64 IDs between ranks, but not every device has a collective for int64.
+        vLLM's method exchanges int64 IDs between ranks, which the collectives of some devices do not support.
         """
         with upstream.tensor_parallel_group(self._output_group):
             logits_NV = self.model.candidate_logits_processor(self.model.lm_head, hidden_NH)
@@ -81,13 +81,14 @@ class BlockModel(LoadedHead):
 
 
 Scores = Callable[[int, torch.Tensor], torch.Tensor]
-"""Function that returns a draft token's logits over the target's IDs, [B, V].
+"""Function that returns a draft token's logits over the target's token IDs, [B, V].
 
-Its arguments are the draft token's index and the preceding token, int32 [B]. The first one follows the newest token."""
+The arguments are the index of the draft token and the preceding token, int32 [B]. The first draft token is preceded by
+the newest token."""
 
 
 def score_independently(model: BlockModel, translation: Translation, hidden_BKH: torch.Tensor) -> Scores:
-    """Score draft tokens independently of each other, as DFlash does."""
+    """Score draft tokens independently of each other (DFlash)."""
     logits_BKU = model.logits(hidden_BKH.flatten(0, 1)).view(*hidden_BKH.shape[:2], -1)
     return lambda step, previous_B: translation.to_target(logits_BKU.select(1, step))
 
@@ -95,7 +96,7 @@ def score_independently(model: BlockModel, translation: Translation, hidden_BKH:
 def score_by_previous(
     model: BlockModel, translation: Translation, hidden_BKH: torch.Tensor, is_drafting_B: torch.Tensor
 ) -> Scores:
-    """Score draft tokens with a low-rank bias that depends on the previous token, as DSpark does."""
+    """Score draft tokens with a low-rank bias that depends on the preceding token (DSpark)."""
     logits_BKU = model.logits(hidden_BKH.flatten(0, 1)).view(*hidden_BKH.shape[:2], -1)
 
     def score(step: int, previous_B: torch.Tensor) -> torch.Tensor:
@@ -109,7 +110,7 @@ def score_by_previous(
 def score_candidates(
     model: BlockModel, vocab_size: int, hidden_BKH: torch.Tensor, newest_B: torch.Tensor, is_drafting_B: torch.Tensor
 ) -> Scores:
-    """Score pairs of neighboring tokens among the C most likely candidates for each position, as DFlash2 does."""
+    """Score pairs of neighboring tokens among the C most likely candidates for each position (DFlash2)."""
     logits_NC, ids_NC = model.compute_candidates(hidden_BKH.flatten(0, 1))
     places = hidden_BKH.shape[:2]
     ids_BKC = ids_NC.view(*places, -1).long()
@@ -123,7 +124,7 @@ def score_candidates(
         if step:
             is_previous_BC = ids_BKC.select(1, step - 1) == previous_B[:, None]
             index_B = is_previous_BC.int().argmax(1)
-        else:  # at the first position, all rows of scores are equal, because each follows the newest token
+        else:  # at the first position, all score rows are equal, because the newest token precedes every candidate
             index_B = torch.zeros_like(previous_B, dtype=torch.int64)
         index_B1C = index_B[:, None, None].expand(-1, 1, scores_BCC.shape[2])
         scores_BC = scores_BCC.gather(1, index_B1C).squeeze(1).float()
@@ -166,7 +167,7 @@ class BlockProposer(HeadProposer):
         return stack_drafts(drafted, request.max_drafts_B)
 
     def _fill_block(self, request: DraftRequest) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each row's newest token, int32 [B], and the hidden states for its draft tokens, [B, K, H]."""
+        """Return each row's newest token, int32 [B], and the hidden states of its draft tokens, [B, K, H]."""
         num_queries = self._block_size
         newest_B1, starts_B, is_drafting_B = request.row_operations.take_newest(
             request.history_RM, request.rows_B, request.lengths_B, request.max_drafts_B, 1
@@ -181,7 +182,7 @@ class BlockProposer(HeadProposer):
         )
         hidden_TH = self._model.forward(inputs).last
         hidden_BQH = hidden_TH.view(len(starts_B), num_queries, -1)
-        # In some checkpoints, the newest token's position does not predict a draft token.
+        # In some checkpoints, no draft token is predicted at the position of the newest token.
         return newest_B1.squeeze(1), hidden_BQH.narrow(1, num_queries - request.num_drafts, request.num_drafts)
 
     def _make_scores(self, newest_B: torch.Tensor, hidden_BKH: torch.Tensor, is_drafting_B: torch.Tensor) -> Scores:
@@ -196,14 +197,14 @@ class BlockProposer(HeadProposer):
 
 
 class BlockKVSync(HeadKVSync):
-    """Writes the drafter's KV from the target's hidden states, without the position shift that other heads need."""
+    """Writes the drafter's KV from the target's hidden states, without shifting positions as other heads do."""
 
     def __init__(self, model: BlockModel, context: DraftingContext, row_limits: RowLimits) -> None:
-        # Rounds start from tokens, so no hidden states are carried from one round to the next.
+        # Drafting starts from tokens, so no hidden states are kept between drafting steps.
         super().__init__(model, context, row_limits, head_size=0)
         self._model = model
         self._end = context.speculation.get_drafting_end(context.max_model_len)
-        """The minimum row length at which a block would extend beyond the drafter's last position."""
+        """The minimum row length at which a block would extend past the drafter's last position."""
 
     def gather_hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         return None
@@ -219,7 +220,7 @@ class BlockKVSync(HeadKVSync):
     def _read_newest(self, queries: int, step: StepInputs) -> None:
         rows = step.split()
         first_B, blocks = self._hidden_states.first(rows.rows_B), rows.blocks._replace(counts_B=None)
-        # The newest token has no hidden state yet. Rejected drafts have hidden states, but these are not read.
+        # The newest token has no hidden state yet. The hidden states of rejected drafts are not read.
         num_read_B = self._requests.lengths(rows.rows_B) - 1 - first_B
         inputs = self._shift_inputs(queries, rows.rows_B, first_B, num_read_B, blocks, ahead=0)
         self._model.write_context(inputs, self._hidden_states.carried(rows.rows_B, queries))

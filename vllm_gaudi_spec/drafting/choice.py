@@ -1,4 +1,4 @@
-"""Choice of draft tokens from a drafter's logits, and storage for the distributions they were sampled from."""
+"""Choice of draft tokens from a drafter's logits, and storage for the distributions from which they were sampled."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ class DraftChoice:
         self._keeps_probs = speculation.keeps_probs
 
     def choose_branch(self, requests: list[Request]) -> Branch:
-        """Return the drafting branch for requests that finished a step."""
+        """Return the sampling branch for drafting, given the requests that finished a step."""
         return self._sampling.branch(requests, ()).select_drafting(self._mode)
 
     def list_branches(self) -> set[Branch]:
-        """Return all branches that drafting may take."""
+        """Return all sampling branches that drafting may use."""
         return {branch.select_drafting(self._mode) for branch in self._sampling.branches}
 
     def _make_chooser(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, branch: Branch) -> Choose:
         """Return a function that chooses draft tokens from logits over the target's vocabulary.
 
-        The function's second argument is the number of draft tokens chosen so far, which `lengths_B` does not include.
+        The second argument of the function is the number of draft tokens chosen so far, which `lengths_B` excludes.
         """
         inputs = None if self._mode == "greedy" else self._sampling.gather(rows_B, branch)
-        # Compute this once for all drafts: many small operations per step would cost as much as a small model's layer.
+        # Compute these values once for all drafts: many small operations take as long as a layer of a small model.
         newest_B = lengths_B - 1
 
         def choose(logits_BV: torch.Tensor, before: int) -> Drafted:
@@ -72,7 +72,7 @@ class DraftChoice:
         num_drafts: int,
         hidden: Hidden | None = None,
     ) -> DraftRequest:
-        """Build the request for a proposer that drafts `num_drafts` tokens."""
+        """Create the request for a proposer to draft `num_drafts` tokens."""
         return DraftRequest(
             rows_B=rows_B,
             history_RM=self._requests.history_RM,
@@ -87,31 +87,31 @@ class DraftChoice:
 
 
 class DraftProbs:
-    """Distributions, by row, of draft tokens that await verification. Empty if the rule does not need them."""
+    """Distributions of draft tokens that await verification, by row. Empty if the rule does not need them."""
 
     def __init__(self, speculation: Speculation, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self._pad_row = max_rows
         self._num_drafts = speculation.num_drafts
         self._probs_NV: torch.Tensor | None = None
-        if speculation.keeps_probs:  # flat, so that fewer than k drafts copy fewer distributions
+        if speculation.keeps_probs:  # flat, so that fewer distributions are copied if there are fewer than k drafts
             self._probs_NV = torch.zeros(count_distributions(speculation, max_rows), vocab_size, device=device)
 
     def put(self, rows_B: torch.Tensor, drafts: Drafts) -> None:
         if self._probs_NV is not None:
             assert drafts.probs_BKV is not None
-            # Faulty rows keep their previous, unused distributions, so that no rule reads a faulty distribution.
+            # Rows with a drafter fault keep their previous, unused distributions, so that no rule reads a faulty one.
             written_B = torch.where(drafts.num_drafts_B < 0, self._pad_row, rows_B)
             probs_BJV = drafts.probs_BKV
             self._probs_NV.index_copy_(0, self._index(written_B, probs_BJV.shape[1]), probs_BJV.flatten(0, 1))
 
     def gather(self, rows_B: torch.Tensor, num_drafts: int) -> torch.Tensor | None:
-        """Return the rows' first `num_drafts` distributions, float32 [B, J, V], or None if none are kept."""
+        """Return the distributions of each row's first `num_drafts` drafts, float32 [B, J, V], or None if not kept."""
         if self._probs_NV is None:
             return None
         return self._probs_NV.index_select(0, self._index(rows_B, num_drafts)).unflatten(0, (-1, num_drafts))
 
     def _index(self, rows_B: torch.Tensor, num_drafts: int) -> torch.Tensor:
-        """Return the indices of the rows' first `num_drafts` distributions, int64 [B * J]."""
+        """Return the indices of the distributions of each row's first `num_drafts` drafts, int64 [B * J]."""
         offsets_J = torch.arange(num_drafts, dtype=torch.int32, device=rows_B.device)
         return (rows_B.int()[:, None] * self._num_drafts + offsets_J).flatten().long()

@@ -1,6 +1,6 @@
-"""vLLM's method `custom_class`, where `model` names a user's drafter class.
+"""vLLM's method `custom_class`, for which `model` names the user's drafter class.
 
-vLLM passes its runner's arrays to such a class. Here, the arrays are built for the requests that may draft.
+vLLM passes arrays from its runner to such a class. This module builds these arrays for the requests that may draft.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CustomProposer:
         self._proposer = create_custom_proposer(vllm_config)
         self._width = vllm_config.model_config.max_model_len
         self._num_seen: dict[str, int] = {}
-        """Maps requests to their length when the drafter last ran. Later tokens are new to the drafter."""
+        """Maps each request to its length when the drafter last ran. Later tokens are new to the drafter."""
 
     @classmethod
     def build(cls, context: DraftingContext) -> CustomProposer:
@@ -43,7 +43,7 @@ class CustomProposer:
             row_np[: context.tokens_np.size] = context.tokens_np
         sampled = [self._get_new_tokens(context) for context in contexts]
         outputs = self._proposer.propose(sampled, lengths_np, tokens_np, slot_mappings=None)
-        # Update this after the call, because a drafter that raised has not processed these tokens.
+        # Update the lengths after the call, because a drafter that raised an exception has not processed these tokens.
         self._num_seen.update((context.req_id, context.tokens_np.size) for context in contexts)
         if len(outputs) != len(contexts):
             raise ValueError(
@@ -63,7 +63,7 @@ class CustomProposer:
     def _get_new_tokens(self, context: Context) -> list[int]:
         """Return the tokens sampled in this step, which vLLM passes separately.
 
-        This is never empty: to a drafter, an empty list means that the prompt is still being processed.
+        The result is never empty, because an empty list tells the drafter that the prompt is still being processed.
         """
         begin = self._num_seen.get(context.req_id, context.num_prompt)
         new: list[int] = context.tokens_np[min(begin, context.tokens_np.size - 1) :].tolist()

@@ -1,11 +1,11 @@
 """Drafting with a separate model, which runs k forward passes after each verification.
 
 The drafter's KV is stored in the target's blocks. A draft token's KV is written when the next token is drafted, so the
-last of the k draft tokens has no KV, and two tokens are new to the drafter if all drafts are accepted. The first
-forward pass in a drafting round therefore always reads the two newest tokens.
+last of the k draft tokens has no KV. If all drafts are accepted, two tokens are therefore new to the drafter. For this
+reason, the first forward pass in drafting always reads the two newest tokens.
 
-`DraftModelKVSync` tracks how many tokens in each row the drafter has read. The device has exact counts. The host has
-lower bounds, because drafts may be in flight, and uses them to decide which rows must catch up and in which shapes.
+`DraftModelKVSync` tracks the number of tokens that the drafter has read in each row. The device has exact numbers. The
+host has lower bounds, because drafts may be in flight. They determine which rows must catch up, in which shapes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.scheduling.limits import RowLimits
 
 NUM_NEWEST = 2
-"""Number of tokens that the first forward pass in a round reads."""
+"""The number of tokens that the first forward pass in drafting reads."""
 
 
 class AutoregressiveProposer(DeviceProposer):
@@ -82,10 +82,10 @@ def make_translation(context: DraftingContext) -> Translation:
 def draft_chain(
     model: Model, translation: Translation, request: DraftRequest, hidden: Hidden, starts_B: torch.Tensor
 ) -> Drafts:
-    """Draft one token after another, starting from the hidden states [B, H] that predict the first.
+    """Draft one token after another, starting from the hidden states [B, H] that predict the first draft token.
 
     Args:
-        starts_B: Position of the first draft token, as the drafter counts positions.
+        starts_B: Position of the first draft token in the drafter's own numbering.
     """
     drafted: list[Drafted] = []
     steps: list[Inputs] = []
@@ -102,7 +102,7 @@ def draft_chain(
 
 
 def stack_drafts(drafted: list[Drafted], num_drafts_B: torch.Tensor) -> Drafts:
-    """Combine a round's draft tokens into one record."""
+    """Combine the draft tokens from successive steps into one record."""
     probs = [draft.probs_BV for draft in drafted if draft.probs_BV is not None]
     sound = [draft.sound_B for draft in drafted if draft.sound_B is not None]
     return Drafts(
@@ -117,28 +117,28 @@ def stack_drafts(drafted: list[Drafted], num_drafts_B: torch.Tensor) -> Drafts:
 
 
 class Read(NamedTuple):
-    """The tokens that the drafter reads next, in the shape of a prompt chunk."""
+    """Tokens that the drafter reads next, in the shape of a prompt chunk."""
 
     shape: Shape
     inputs: StepInputs
-    """`starts_B` is the host's lower bound. Rows where the drafter has read less are skipped."""
+    """`starts_B` is the host's lower bound. Rows in which the drafter has read fewer tokens are skipped."""
 
 
 @dataclass(slots=True)
 class _Lag:
-    """A row that must catch up."""
+    """A row in which the drafter must catch up with the target."""
 
     request: Request
     end: int = 0
     gap: int = 0
-    """Upper bound on the number of unread tokens before `end`."""
+    """Upper bound on the number of tokens before `end` that the drafter has not read."""
 
 
 class DraftModelKVSync(DrafterKVSync):
     has_kv = True
 
     def __init__(self, read: Callable[[Inputs], None], context: DraftingContext) -> None:
-        """Create the KV sync. `read` writes the drafter's KV for the given tokens on the device."""
+        """Initialize the KV sync. `read` writes the drafter's KV for the given tokens on the device."""
         self._read = read
         self._requests = requests = context.requests
         self._recorder = context.recorder
@@ -148,13 +148,13 @@ class DraftModelKVSync(DrafterKVSync):
         self._num_drafts = context.speculation.num_drafts
         num_rows = requests.pad_row + 1
         self._reach_R = torch.zeros(num_rows, dtype=torch.int32, device=requests.backend.traits.torch_device)
-        """Number of tokens in each row for which the drafter has KV, assuming that drafts among them are accepted."""
+        """Number of tokens in each row for which the drafter has KV, assuming that all drafts are accepted."""
         self._reach_np = np.zeros(num_rows, dtype=np.int32)
         """The host's lower bound on `_reach_R`."""
         self._keeps_up_np = np.zeros(num_rows, dtype=bool)
-        """Rows where the drafter has read all but the newest tokens, as far as the host knows."""
+        """Rows in which the drafter has read all but the newest tokens, as far as the host knows."""
         self._arrived: set[int] = set()
-        """Rows that were admitted but have not run a forward pass yet."""
+        """Rows that have been admitted but have not run a forward pass yet."""
         self._blocks = context.make_read_blocks(keeps_up=False)
         self._run_read = requests.backend.graphs.graph(self._read_rows)
         self._set_reach = requests.backend.graphs.graph(self._put_reach)
@@ -190,17 +190,17 @@ class DraftModelKVSync(DrafterKVSync):
         follows = [self._reach_np[request.row] >= request.num_computed for request in batch.requests]
         if not any(follows):
             return None
-        # If a request has several rows, the last one determines how far it is read.
+        # If a request has several rows, the last row determines how many tokens are read.
         ends = dict(compress(zip(batch.requests, batch.ends, strict=True), follows))
         self._record_read([*ends], [*ends.values()])
-        # Omit the counts. A row with a gap before its chunk reads both when it catches up, and only the device knows
-        # the gap.
+        # Omit the counts. If some tokens before a row's chunk are unread, the row reads those tokens and the chunk when
+        # it catches up. Only the device knows their number.
         return Read(batch.shape, batch.inputs._replace(counts_B=None))
 
     def _start_rows(self, requests: list[Request]) -> None:
-        """Initialize the reach of new rows at their first forward pass.
+        """Initialize `_reach` for new rows at their first forward pass.
 
-        Admission would be too early, because a row may share blocks that an earlier row writes in the same step.
+        Admission would be too early, because a row may share blocks that another row writes earlier in the same step.
         """
         started = dict.fromkeys(request for request in requests if request.row in self._arrived)
         if not started:
@@ -211,7 +211,7 @@ class DraftModelKVSync(DrafterKVSync):
             self._reach_np[request.row] = reach
             self._keeps_up_np[request.row] = reach == request.num_computed
         self._arrived.difference_update(rows)
-        # Pad to all rows, so that every step runs the same graph.
+        # Include all rows, with padding, so that every step runs the same graph.
         rows_np = np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64)
         rows_np[: len(rows)] = rows
         self._upload_reach(rows_np)
@@ -221,7 +221,7 @@ class DraftModelKVSync(DrafterKVSync):
         self._set_reach(packing)
 
     def _record_read(self, requests: list[Request], reach: list[int]) -> None:
-        """Record that the drafter has read each request up to `reach`, or up to its own maximum context length."""
+        """Record that the drafter has read each request up to `reach`, or to the drafter's maximum context."""
         rows_np = np.array([request.row for request in requests], dtype=np.int64)
         reach_np = np.minimum(np.array(reach, dtype=np.int32), self._max_len)
         before_np = self._reach_np[rows_np]
@@ -232,12 +232,12 @@ class DraftModelKVSync(DrafterKVSync):
     def _catch_up(self, requests: list[Request], max_drafts_np: np.ndarray) -> Iterator[Read]:
         """Yield the reads that rows need before they can draft again, in the shapes of prompt chunks.
 
-        Rows that may not draft now do not catch up.
+        Rows that currently may not draft do not catch up.
         """
         rows_np = np.array([request.row for request in requests], dtype=np.int64)
         lags = [_Lag(requests[index]) for index in np.flatnonzero((max_drafts_np > 0) & ~self._keeps_up_np[rows_np])]
         for lag in lags:
-            # Compute an upper bound on the row's length, regardless of what is in flight.
+            # Compute an upper bound on the row's length that includes all tokens in flight.
             request = lag.request
             lag.end = min(max(request.num_computed + 1 + self._num_drafts, len(request.all_token_ids)), self._max_len)
             lag.gap = lag.end - int(self._reach_np[request.row])
@@ -246,10 +246,10 @@ class DraftModelKVSync(DrafterKVSync):
         self._keeps_up_np[rows_np] = max_drafts_np > 0
 
     def _take_gaps(self, lags: list[_Lag]) -> tuple[list[_Lag], list[int], Shape]:
-        """Take the next tokens that rows have to catch up on.
+        """Return the next tokens to read in rows that have to catch up.
 
         Returns:
-            The `_Lag` that each batch row belongs to, the row's offset in the lag's tokens, and the batch's shape.
+            The `_Lag` of each batch row, the row's offset in the tokens of its lag, and the shape of the batch.
         """
         shapes, size = self._shapes, self._shapes.slice_tokens
         group: list[_Lag] = []
@@ -279,7 +279,7 @@ class DraftModelKVSync(DrafterKVSync):
         self._record_read(drafted, [request.num_computed - self._num_drafts for request in drafted])
 
     def invalidate(self, requests: list[Request]) -> None:
-        """Make these rows read all their tokens again when they next catch up."""
+        """Make these rows read all of their tokens again when they next catch up."""
         for request in requests:
             self._blocks.forget(request.row)
         rows_np = np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64)
@@ -293,7 +293,7 @@ class DraftModelKVSync(DrafterKVSync):
     # --- device ---
 
     def _read_rows(self, step: StepInputs, queries: int) -> None:
-        """Read the next tokens, except the newest, in rows where the drafter's reach is at least `starts_B`."""
+        """Read the next tokens, except the newest, in rows of which the drafter has read at least `starts_B` tokens."""
         rows = step.split()
         rows_P = rows.rows_B
         reach_P = self._reach_R.index_select(0, rows_P)
@@ -315,15 +315,15 @@ class DraftModelKVSync(DrafterKVSync):
         self._read(build_rectangle(tokens_PL, starts_P, num_real_P, rows.blocks, self._requests.backend.row_operations))
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
-        """Exclude the KV of rejected drafts from the reach."""
+        """Exclude the KV of rejected drafts from the number of tokens that have KV."""
         self._put(rows_B, torch.minimum(self._reach_R.index_select(0, rows_B), lengths_B - 1))
 
     def limit_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
-        """Return `max_drafts_B`, or 0 for rows with more than `NUM_NEWEST` unread tokens."""
+        """Return `max_drafts_B`, with 0 for rows that have more than `NUM_NEWEST` unread tokens."""
         return torch.where(self._reach_R.index_select(0, rows_B) >= lengths_B - NUM_NEWEST, max_drafts_B, 0)
 
     def on_round_written(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
-        """Extend the reach to the newest tokens and all draft tokens except the last."""
+        """Include the newest tokens and all draft tokens except the last in the number of tokens that have KV."""
         reach_B = self._reach_R.index_select(0, rows_B)
         wrote_B = lengths_B + drafts.num_drafts_B - 1
         self._put(rows_B, torch.where(drafts.num_drafts_B > 0, wrote_B, reach_B))
@@ -344,7 +344,7 @@ class DraftModelKVSync(DrafterKVSync):
     def jobs(self) -> Iterator[Job]:
         nobody_np = np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64)
         yield Job("states", partial(self._upload_reach, nobody_np))
-        for shape in reversed(self._shapes.prefills()):  # largest first, so that it reserves memory for all
+        for shape in reversed(self._shapes.prefills()):  # largest first, because its memory is enough for all
             yield Job(DRAFTERS_READS, partial(self._read_padding, shape), (self._signature(shape),), shape.tokens)
 
     def _read_padding(self, shape: Shape) -> None:

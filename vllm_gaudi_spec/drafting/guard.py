@@ -1,8 +1,8 @@
-"""Isolation of requests from drafter faults. Requests continue without drafts, and the scheduler is informed.
+"""Isolation of requests from drafter faults. Affected requests continue without drafts, and the scheduler is informed.
 
-Exceptions reach the host immediately. Draft tokens are checked on the device, in the graph that makes them. A faulty
-row gets `FAULTY` as its number of drafts, which counts as 0 and is reported by the step that would have verified the
-drafts.
+The host sees exceptions immediately. Draft tokens are checked on the device, in the graph that generates them. A row
+with unusable drafts gets `FAULTY` as its number of drafts, which counts as 0. The step that would have verified the
+drafts reports the fault.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 Agree = Callable[[Mapping[str, Sequence[int]] | None], bool]
-"""Function that returns whether all ranks drafted the same tokens. Takes a round's drafts, or None on failure."""
+"""Function that returns whether all ranks drafted the same tokens. It takes the drafts, or None if drafting failed."""
 
 
 class Guard:
@@ -33,7 +33,7 @@ class Guard:
         """
         Args:
             independent: Whether a failure on this rank cannot block other ranks in one of the drafter's collectives.
-            replicas: The target's ranks, if each rank runs the whole drafter.
+            replicas: The target's ranks, if each of them runs the whole drafter.
         """
         self._independent = independent
         self._replicas = replicas
@@ -43,16 +43,16 @@ class Guard:
     def handle_error(self, error: Exception, requests: Sequence[Request]) -> None:
         """Handle an exception raised by a device drafter.
 
-        Reraises the exception if there are several ranks, which cannot recover. Warm-up jobs raise errors directly.
+        Reraises the exception if there are several ranks, which cannot recover. Warm-up raises exceptions directly.
         """
         if not self._independent:
             raise error
         self.record_failure(error, requests)
 
     def record_failure(self, error: Exception, requests: Sequence[Request]) -> None:
-        """Record that a round made no drafts for these requests because the drafter failed."""
+        """Record that there are no drafts for these requests because the drafter failed."""
         self._num_caught += 1
-        # Log only at powers of two, because an unstable drafter could fill the log.
+        # Log only at powers of two, because a drafter that fails often could fill the log.
         if self._num_caught & (self._num_caught - 1) == 0:
             logger.warning(
                 "The drafter failed (%d failures so far); this step has no drafts.", self._num_caught, exc_info=error
@@ -65,13 +65,13 @@ class Guard:
         return checked if self._replicas is None else mark_different(checked, self._replicas)
 
     def record_round(self, faulty: Sequence[str], num_requested: int) -> None:
-        """Record a round on the host. `faulty` contains the requests whose drafts were unusable."""
+        """Record the result of drafting on the host. `faulty` contains the requests with unusable drafts."""
         if faulty:
             logger.warning_once("The drafter returned invalid token ids; the drafts of those requests are dropped.")
         self._rounds.append(DraftRound(tuple(faulty), worked=len(faulty) < num_requested))
 
     def take_rounds(self) -> list[DraftRound]:
-        """Return and clear this step's rounds, merged into at most one."""
+        """Return and clear the results of drafting in this step, merged into at most one."""
         rounds, self._rounds = self._rounds, []
         if len(rounds) < 2:
             return rounds
@@ -80,9 +80,9 @@ class Guard:
 
 
 def make_agreement_check(vllm_config: VllmConfig) -> Agree:
-    """Return the agreement check for host drafters, which run independently on every rank.
+    """Return the check for agreement between ranks, for host drafters, which run independently on each rank.
 
-    If drafts differed between ranks, their steps would also differ.
+    If ranks had different drafts, they would run different steps.
     """
     if vllm_config.parallel_config.tensor_parallel_size == 1:
         return lambda drafts: drafts is not None
@@ -107,10 +107,10 @@ def make_agreement_check(vllm_config: VllmConfig) -> Agree:
 
 
 def mark_unusable(drafts: Drafts, request: DraftRequest, vocab_size: int | None) -> Drafts:
-    """Mark rows whose drafts cannot be used, and replace invalid token IDs.
+    """Mark rows with unusable drafts, and replace invalid token IDs.
 
     Args:
-        vocab_size: None if the drafts are in the drafter's own vocabulary, in which case the host checks them.
+        vocab_size: None if the drafts are in the drafter's own vocabulary, in which case the host checks the tokens.
     """
     rows, num_drafts = request.rows_B.shape[0], request.num_drafts
     if drafts.tokens_BK.shape != (rows, num_drafts) or drafts.num_drafts_B.shape != (rows,):
@@ -125,19 +125,19 @@ def mark_unusable(drafts: Drafts, request: DraftRequest, vocab_size: int | None)
 
 
 def mark_different(drafts: Drafts, group: GroupCoordinator) -> Drafts:
-    """Mark rows whose drafts differ between the ranks in `group`, by exchanging a few numbers per row.
+    """Mark rows whose drafts differ between the ranks in `group`, which exchange a few numbers per row.
 
     Ranks that each run the whole drafter compute logits independently, so NaN may appear on only one rank. If ranks
-    verified different drafts, the target would add up partial sums for different tokens.
+    verified different drafts, the target would add up partial sums that belong to different tokens.
     """
     num_B = drafts.num_drafts_B
     is_draft_BK = torch.arange(drafts.tokens_BK.shape[1], dtype=torch.int32, device=num_B.device) < num_B[:, None]
     parts = [num_B[:, None], torch.where(is_draft_BK, drafts.tokens_BK, 0)]
     if drafts.probs_BKV is not None:
         prob_BK = drafts.probs_BKV.gather(2, drafts.tokens_BK[:, :, None].long()).squeeze(2).float()
-        # A row with NaN is already faulty on its own rank, so its count differs from that of the other ranks.
+        # A row with NaN is already marked on its own rank, so its number of drafts differs from that on other ranks.
         parts.append(torch.where(is_draft_BK & ~prob_BK.isnan(), prob_BK, 0))
-    # Exchange floats, since not every device's collectives support integers. Token IDs below 2**24 are exact.
+    # Exchange floats, because some devices' collectives lack integers. Token IDs below 2**24 are exact in float32.
     local_BN = torch.cat([part.float() for part in parts], dim=1)
     communicator = group.device_communicator
     assert communicator is not None

@@ -1,13 +1,13 @@
-"""EAGLE, EAGLE-3 and MTP: heads that read the target's hidden states, each paired with the token that follows.
+"""EAGLE, EAGLE-3 and MTP heads, which read each of the target's hidden states together with the token that follows it.
 
-At position p, a head reads token p + 1 and the target's hidden state for token p, and writes its own KV. The output
-approximates the target's hidden state for token p + 1. It predicts the next draft token, and the next forward pass
-reads it in place of the target's hidden state. After verification, the KV of accepted draft tokens is overwritten from
-the target's hidden states (`HeadKVSync`).
+At position p, a head reads token p + 1 and the target's hidden state for token p, and writes its own KV. The head's
+output approximates the target's hidden state for token p + 1. This output predicts the next draft token, and the next
+forward pass reads it in place of the target's hidden state. After verification, the KV of accepted draft tokens is
+overwritten from the target's hidden states (`HeadKVSync`).
 
-The target's hidden states cannot be recomputed later. A head therefore reads every row at every step, with or without
-drafts, up to its maximum context length. As a result, shared blocks always contain its KV, and no row has to catch up.
-If a read fails, the affected rows never draft again, and neither do rows that share their blocks.
+The target's hidden states cannot be recomputed later. A head therefore reads all rows at every step, with or without
+drafts, up to its maximum context length. As a result, shared blocks always contain the head's KV, and no row has to
+catch up. If a read fails, the affected rows and all rows that share their blocks never draft again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class HeadProposer(DeviceProposer):
 
 
 def make_head_translation(head: Model, vocab_size: int) -> Translation:
-    """Return the translation for a head, which reads all target tokens but may predict only some of them."""
+    """Return the translation for a head that reads all target tokens but may predict only some of them."""
     return (
         SameVocabulary(vocab_size, vocab_size)
         if head.output_ids is None
@@ -77,7 +77,7 @@ class HeadKVSync(DrafterKVSync):
     def __init__(
         self, head: Model, context: DraftingContext, row_limits: RowLimits, head_size: int | None = None
     ) -> None:
-        """Create the KV sync. `head_size` is the head's hidden size, by default the one in its configuration."""
+        """Initialize the KV sync. `head_size` is the head's hidden size, by default the one in its configuration."""
         self._head = head
         self._hidden_states = context.hidden_states
         self._requests = requests = context.requests
@@ -92,7 +92,7 @@ class HeadKVSync(DrafterKVSync):
         shape = (requests.pad_row + 1, head_size)
         device, dtype = requests.backend.traits.torch_device, context.hidden_states.dtype
         self._last_RH, self._carried_RH = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        """The head's output after the last token that it read in each row."""
+        """The head's output for the last token that it has read in each row."""
         self._run_chunk = requests.backend.graphs.graph(self._read_chunk)
         self._run_newest = requests.backend.graphs.graph(self._read_newest)
 
@@ -122,9 +122,9 @@ class HeadKVSync(DrafterKVSync):
         self._run_chunk(batch.shape.queries, batch.inputs)
 
     def before_round(self, sampled: SampledRows, max_drafts_np: np.ndarray, batch: DraftBatch | None) -> None:
-        """Read the tokens sampled in this step, both in decodes and at the ends of prompts."""
+        """Read the tokens that this step sampled in decodes and at the ends of prompts."""
         assert batch is not None
-        # The host counts this step's drafts as accepted and, with async scheduling, also those of the step in flight.
+        # The host counts this step's drafts as accepted, and with async scheduling also those of the step in flight.
         ahead = 2 * self._shapes.decode_queries[-1]
         if min(end - ahead for end in sampled.ends) < self._max_len:
             self._read_sampled(batch, sampled.num_queries)
@@ -141,8 +141,8 @@ class HeadKVSync(DrafterKVSync):
     def _read_chunk(self, queries: int, step: StepInputs) -> None:
         """Read a prompt chunk.
 
-        The last position in a prompt is paired with a token that does not exist yet, so it is read again once that
-        token is sampled.
+        A prompt's last position is paired with a token that does not exist yet, so it is read again after that token is
+        sampled.
         """
         rows = step.split()
         inputs = self._shift_inputs(queries, rows.rows_B, rows.starts_B, rows.counts_B, rows.blocks)
@@ -152,7 +152,7 @@ class HeadKVSync(DrafterKVSync):
         rows = step.split()
         rows_B, blocks = rows.rows_B, rows.blocks._replace(counts_B=None)
         first_B = self._hidden_states.first(rows_B)
-        # The newest token has no hidden state yet. Rejected drafts have hidden states, but these are not read.
+        # The newest token has no hidden state yet, and the hidden states of rejected drafts are not read.
         num_read_B = self._requests.lengths(rows_B) - 1 - first_B
         inputs = self._shift_inputs(queries, rows_B, first_B, num_read_B, blocks)
         output = self._head.forward(inputs, self._hidden_states.carried(rows_B, queries))
@@ -171,7 +171,7 @@ class HeadKVSync(DrafterKVSync):
         blocks: Blocks,
         ahead: int = 1,
     ) -> Inputs:
-        """Return inputs for positions from `starts_B` to the head's last, with tokens from `ahead` positions later."""
+        """Return inputs for positions from `starts_B` to the head's last, with tokens `ahead` positions later."""
         num_real_B = torch.minimum(counts_B, self._max_len - starts_B).clamp(min=0).int()
         starts_B = torch.where(num_real_B > 0, starts_B, 0)
         offsets_Q = torch.arange(queries, dtype=torch.int32, device=rows_B.device)
@@ -187,7 +187,7 @@ class HeadKVSync(DrafterKVSync):
         return ("head", num_rows, num_queries, context)
 
     def jobs(self) -> Iterator[Job]:
-        for shape in reversed(self._shapes.prefills()):  # largest first, so that it reserves memory for all
+        for shape in reversed(self._shapes.prefills()):  # largest first, because its memory is enough for all
             run = partial(self._read_padding, shape)
             yield Job(DRAFTERS_READS, run, (self._chunk_signature(shape),), shape.tokens)
         for (num_rows, context), num_queries in product(self._shapes.decode_sizes(), self._shapes.decode_queries):

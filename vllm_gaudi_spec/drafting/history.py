@@ -1,4 +1,4 @@
-"""Token histories on the host, for drafters that run after each step's result has been copied there."""
+"""Token histories on the host, for drafters that run after the results of each step have been copied there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DraftingRow:
-    """A row that may have drafts after a step."""
+    """A batch row that may have drafts after a step."""
 
     request: Request
     index: int
@@ -33,7 +33,7 @@ class RequestHistory:
         self._history_np = np.zeros(tuple(requests.history_RM.shape), dtype=np.int32)
         self._lengths_np = np.zeros(len(self._history_np), dtype=np.int32)
         self._drafts_np = np.zeros((len(self._history_np), 1 + num_drafts), dtype=np.int32)
-        """Number of draft tokens that await verification in each row, followed by the tokens."""
+        """Number of draft tokens in each row that await verification, followed by these tokens."""
 
     def exclude(self, row: int) -> None:
         self._row_limits.exclude(row)
@@ -49,7 +49,7 @@ class RequestHistory:
         return self._history_np[row, begin : self._lengths_np[row]]
 
     def append(self, step: StepResult) -> list[list[int]]:
-        """Append the tokens that a step sampled and return them for each row in the step."""
+        """Append the tokens sampled in a step and return the new tokens of each row in the step."""
         verification = step.verification
         if verification is None:
             return []
@@ -65,9 +65,9 @@ class RequestHistory:
         return [row[:count].tolist() for row, count in zip(tokens_np, counts_np, strict=True)]
 
     def select_drafting_rows(self, step: StepResult, new: list[list[int]], limit: int) -> list[DraftingRow]:
-        """Return the rows that can use drafts, with at most `limit` drafts each.
+        """Return the rows that can use drafts, each with at most `limit` drafts.
 
-        Rows with a stop token are excluded, because the scheduler drops later tokens and ends the request.
+        Rows with a stop token are excluded, because the scheduler discards later tokens and ends the request.
         """
         rows_np = _get_rows(step)
         max_drafts_np = self._row_limits.compute_max_drafts(rows_np, self._lengths_np[rows_np], limit)
@@ -78,7 +78,7 @@ class RequestHistory:
         ]
 
     def keep_drafts(self, step: StepResult, drafts: dict[str, list[int]]) -> None:
-        """Keep draft tokens until they are copied to the device with the step that verifies them."""
+        """Keep draft tokens until they are copied to the device for verification."""
         for request in step.requests:
             if tokens := drafts.get(request.req_id):
                 self._drafts_np[request.row, : 1 + len(tokens)] = len(tokens), *tokens
@@ -94,5 +94,5 @@ def _get_rows(step: StepResult) -> np.ndarray:
 
 
 def _stops(params: SamplingParams, tokens: list[int]) -> bool:
-    """Return whether the scheduler ends the request at any of these tokens. Ignored end tokens do not count."""
+    """Return whether one of these tokens makes the scheduler end the request. Ignored end tokens do not count."""
     return params.eos_token_id in tokens or not set(params.stop_token_ids or ()).isdisjoint(tokens)

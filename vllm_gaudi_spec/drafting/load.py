@@ -1,4 +1,4 @@
-"""Builds the drafting implementation from the configuration."""
+"""Creates the `Drafting` object that the configuration selects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def load_drafting(context: DraftingContext) -> Drafting:
-    """Build the drafting implementation that the configuration selects."""
+    """Create the `Drafting` object that the configuration selects."""
     speculation = context.speculation
     pair = Pair.load(context.vllm_config) if speculation.universal else None
     if pair is not None:
@@ -63,7 +63,7 @@ def _make_text_drafting(context: DraftingContext, pair: Pair) -> TextDrafting:
     if speculation.universal_match == SLEM:
         target_encoder = Encoder(pair.target, len(vocab_map.target_to_draft))
         rewriter = Rewriter(of_target, of_drafter, target_encoder, vocab_map.draft_to_target)
-        # All tokens that stand for text may be drafted, as may special tokens that are matched by role.
+        # Tokens that represent text may be drafted, and so may special tokens that are matched by role.
         draftable = vocab_map.draftable.copy()
         spelled = [token for token, piece in enumerate(of_drafter.bytes_by_id[: len(draftable)]) if piece is not None]
         draftable[spelled] = True

@@ -1,4 +1,4 @@
-"""Medusa, which has one head per draft token. All heads read the target's newest hidden state, without a loop or KV."""
+"""Medusa, which has one head per draft token. All heads read the target's newest hidden state, without loops or KV."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 class LoadedMedusa(LoadedModel):
     def __init__(self, *args: Any, target: LoadedModel, **named: Any) -> None:
-        """Load the heads, which share nothing with the target."""
+        """Load the heads, which share no modules with the target."""
         super().__init__(*args, **named)
         self.output_ids = self.model.token_map
 
     def compute_head_logits(self, hidden: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield each head's logits, [rows, U]. Rows that request no drafts are padding."""
+        """Yield each head's logits, [rows, U]. Rows in which no drafts are requested are padding."""
         with self.counting_rows(max_drafts_B > 0):
             for states, lm_head in zip(self.model(hidden), self.model.lm_heads, strict=True):
                 with upstream.tensor_parallel_group(self.group):
@@ -39,7 +39,7 @@ class LoadedMedusa(LoadedModel):
 
 
 class StateKVSync(DrafterKVSync):
-    """KV sync for drafters without KV that read the hidden state from which each row's newest token was sampled."""
+    """KV sync for drafters that have no KV and read the hidden state from which each row's newest token was sampled."""
 
     def __init__(self, hidden_states: HiddenStateBuffer) -> None:
         self._hidden_states = hidden_states

@@ -1,4 +1,4 @@
-"""Memory that drafting needs besides weights and the KV cache: size computations, and the drafter KV region."""
+"""Memory that drafting needs in addition to weights and the KV cache, and the drafter KV region."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _FLOAT32_BYTES = 4
 
 
 def count_distributions(speculation: Speculation, max_rows: int) -> int:
-    """Return the number of draft distributions to store, for all rows including the pad row."""
+    """Return the number of draft distributions to store for all rows, including the pad row."""
     return (max_rows + 1) * speculation.num_drafts
 
 
 def count_region_blocks(max_rows: int, length: int, block_size: int) -> int:
-    """Return the number of blocks in a drafter KV region, for all rows and the pad block."""
+    """Return the number of blocks in a drafter KV region for all rows, including the pad block."""
     return 1 + max_rows * -(-length // block_size)
 
 
 class KVBlock(NamedTuple):
-    """Size of a drafter's KV block, summed over all layers."""
+    """Size of one KV block of the drafter, summed over all layers."""
 
     num_tokens: int
     num_bytes: int
@@ -43,7 +43,7 @@ class KVBlock(NamedTuple):
 def compute_drafting_bytes(
     speculation: Speculation, max_rows: int, vocab_size: int, region_block: KVBlock | None
 ) -> dict[str, int]:
-    """Return how many bytes drafting needs, by purpose. `region_block` is None if the drafter has no KV region."""
+    """Return the bytes that drafting needs, by purpose. `region_block` is None if the drafter has no KV region."""
     found = {}
     if speculation.keeps_probs:
         num_bytes = _FLOAT32_BYTES * count_distributions(speculation, max_rows) * vocab_size
@@ -57,10 +57,10 @@ def compute_drafting_bytes(
 
 
 class DrafterKVRegion:
-    """KV storage for a drafter with its own positions, where each row has a fixed range of blocks.
+    """KV storage for a drafter that numbers positions itself. Each row has a fixed range of blocks.
 
-    The target's blocks cannot store this KV, because their positions are those of the target's tokens, and vLLM shares
-    blocks based on these tokens.
+    This KV cannot be stored in the target's blocks, whose positions are those of target tokens and which vLLM shares
+    between requests based on these tokens.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class DrafterKVRegion:
         model.bind_kv(by_layer, [list(specs)])
 
     def blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> HostBlocks:
-        """Return block tables for `context` tokens. `ends` contains the end positions of the first rows."""
+        """Return block tables that cover `context` tokens. `ends` contains the end positions of the first rows."""
         table_np = self._table_np[rows_np, : -(-context // self._size)]
         needs_lengths = self._backend.traits.needs_host_lengths
         lengths_B = make_host_lengths(len(rows_np), ends, context) if needs_lengths else None

@@ -1,4 +1,4 @@
-"""Loading of drafter models, and of the modules and hidden states that heads share with their target."""
+"""Loads drafter models and finds the modules and hidden states that heads share with their target."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def load_drafter(
     speculation: Speculation, vllm_config: VllmConfig, backend: DeviceBackend, target: LoadedModel
 ) -> LoadedModel | None:
-    """Load the drafter's model, if the method has one. Its layers are added to the target's KV cache."""
+    """Load the drafter's model, if the method has one. The drafter's layers are added to the target's KV cache."""
     if not has_model(speculation.method):
         return None
     group = _get_drafter_group(vllm_config, target)
@@ -42,7 +42,7 @@ def load_drafter(
             unloaded: list[tuple[str, nn.Module]] = []
             with upstream.list_unloaded_matrices(unloaded):
                 head = load_head(speculation.method, vllm_config, backend, target, group)
-            own = set(head.model.modules())  # excludes modules replaced by the target's
+            own = set(head.model.modules())  # without the modules that were replaced by the target's
             if missing := [name for name, module in unloaded if module in own]:
                 raise ValueError(f"it has no weights for {shown(missing)}, or they contain NaN")
             return head
@@ -63,16 +63,16 @@ def load_drafter(
 
 
 def _get_drafter_group(vllm_config: VllmConfig, target: LoadedModel) -> GroupCoordinator:
-    """Return the ranks that the drafter is sharded across.
+    """Return the group of ranks across which the drafter is sharded.
 
-    These are the target's ranks, or only this rank if `draft_tensor_parallel_size` is 1 and each rank runs the whole
-    drafter.
+    The group contains the target's ranks, or only this rank if `draft_tensor_parallel_size` is 1 and each rank runs the
+    whole drafter.
     """
     spec_config = vllm_config.speculative_config
     assert spec_config is not None
     if spec_config.draft_parallel_config.tensor_parallel_size == target.group.world_size:
         return target.group
-    this_rank = get_pp_group()  # pipelines have only one stage, so this group has one rank
+    this_rank = get_pp_group()  # there is one pipeline stage, so this group has one rank
     assert this_rank.world_size == 1
     return this_rank
 
@@ -93,10 +93,10 @@ def make_draft_config(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def get_kv_specs_in_target(speculation: Speculation | None, drafter: LoadedModel | None) -> dict[str, KVCacheSpec]:
-    """Return the specs for drafter layers whose KV is stored in the target's blocks, not in a `DrafterKVRegion`."""
+    """Return the KV specs of drafter layers with KV in the target's blocks rather than in a `DrafterKVRegion`."""
     if speculation is None or drafter is None or speculation.retokenizes:
         return {}
-    # A head never needs to catch up, so vLLM may free blocks outside its window.
+    # A head never has to catch up, so vLLM may free blocks that are outside its window.
     return drafter.kv_cache_spec() if METHODS[speculation.method].is_head else drafter.drafter_kv_cache_spec()
 
 
@@ -106,9 +106,9 @@ def get_kv_specs_in_target(speculation: Speculation | None, drafter: LoadedModel
 def load_head(
     method: str, vllm_config: VllmConfig, backend: DeviceBackend, target: LoadedModel, group: GroupCoordinator
 ) -> LoadedModel:
-    """Load a head.
+    """Load a draft head.
 
-    vLLM's head classes take the target's configuration, which includes their own as part of `speculative_config`.
+    vLLM's head classes take the target's configuration, which contains the head's in `speculative_config`.
     """
     spec_config = vllm_config.speculative_config
     assert spec_config is not None
@@ -154,7 +154,7 @@ class LoadedHead(LoadedModel):
         share_modules(target.model, head, group=target.group)
 
     def compute_mask_state(self) -> torch.Tensor:
-        """Return the learned hidden state that a parallel head reads together with mask tokens, [H]."""
+        """Return the learned hidden state that a parallel head uses with mask tokens, [H]."""
         learned = getattr(self.model, "mask_hidden", None)
         if learned is None:
             raise UnsupportedConfigError(
@@ -170,13 +170,13 @@ class LoadedHead(LoadedModel):
         with upstream.tensor_parallel_group(self._output_group):
             if self.output_ids is None:
                 logits: torch.Tensor = self.model.compute_logits(hidden)
-            else:  # `compute_logits` would scatter logits to the target's vocabulary, but `ReducedVocabulary` gathers
+            else:  # `compute_logits` would scatter logits to the target's vocabulary; `ReducedVocabulary` gathers them
                 logits = self.model.logits_processor(self.model.lm_head, hidden)
         return logits
 
 
 def split_carried(output: Any, inputs: Inputs) -> Hidden:
-    """Split a head's output. Some heads return one hidden state for the logits and another for the next step."""
+    """Split a head's output, because some heads return one hidden state for logits and another for the next step."""
     return Hidden(*output) if isinstance(output, tuple) else Hidden(output, output)
 
 
@@ -184,7 +184,7 @@ def split_carried(output: Any, inputs: Inputs) -> Hidden:
 
 
 class _InTargetGroup(nn.Module):
-    """Runs one of the target's modules in the target's tensor-parallel group, for a head in another group."""
+    """Runs a module of the target in the target's tensor-parallel group, for a head that is in another group."""
 
     def __init__(self, part: nn.Module, group: GroupCoordinator) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class _InTargetGroup(nn.Module):
 
 
 def _get_embeddings(target: nn.Module) -> nn.Module | None:
-    """Return the embeddings, which have a different name in gpt-oss."""
+    """Return the embeddings, which gpt-oss stores under another name."""
     text = _get_text_model(target).model
     return getattr(text, "embed_tokens", getattr(text, "embedding", None))
 
@@ -208,15 +208,15 @@ def _get_output_matrix(target: nn.Module) -> nn.Module | None:
 
 
 def _get_text_model(target: Any) -> Any:
-    """Return a multimodal model's language model, or the model itself if it has no such part."""
+    """Return the language model of a multimodal model, or the model itself if it is a language model."""
     return target.get_language_model() if hasattr(target, "get_language_model") else target
 
 
 def share_modules(target: nn.Module, head: Any, group: GroupCoordinator | None = None) -> None:
-    """Share the target's embeddings and output matrix with a head whose checkpoint lacks them or has equal copies.
+    """Share the target's embeddings and output matrix with a head whose checkpoint has none or equal copies.
 
     Args:
-        group: The target's ranks. Shared modules run on these, even if each rank has the whole head.
+        group: The target's ranks. Shared modules run on these ranks, even if each rank has the whole head.
     """
     embeddings = _get_embeddings(target)
     if embeddings is None:
@@ -234,7 +234,7 @@ def share_modules(target: nn.Module, head: Any, group: GroupCoordinator | None =
         shared |= {"lm_head", "head"}
         _replace(head, "lm_head", output)
         for module in head.modules():
-            # In DeepSeek's models, for example, each layer has its own output head after a norm.
+            # In DeepSeek models, for example, each layer has its own output head after a norm.
             if hasattr(module, "shared_head"):
                 _replace(module.shared_head, "head", output)
     load = head.load_weights  # later updates may contain older copies of the target's matrices
@@ -242,9 +242,9 @@ def share_modules(target: nn.Module, head: Any, group: GroupCoordinator | None =
 
 
 def _has_no_matrix(head: nn.Module, flag: str, head_module: nn.Module | None, target_module: nn.Module | None) -> bool:
-    """Return whether a head either has no matrix of its own or has an equal copy of the target's.
+    """Return whether a head has no such matrix or has a copy that equals the target's.
 
-    In classes that have the flag, vLLM sets it if the checkpoint contains such a matrix. Step 3.5 has a matrix in each
+    If the class has the flag, vLLM sets it when the checkpoint contains such a matrix. Step 3.5 has one matrix in each
     MTP layer instead of `head_module`.
     """
     if not getattr(head, flag, False):
@@ -267,7 +267,7 @@ def _replace(owner: nn.Module, name: str, module: nn.Module | None) -> None:
 
 
 def _output_layer_states(target: LoadedModel, head: LoadedModel, spec_config: SpeculativeConfig) -> None:
-    """Make the target return the combined hidden states from the layers that the head reads."""
+    """Make the target return the concatenated hidden states of the layers that the head reads."""
     layers = get_aux_layers(spec_config)
     read = f"layers {shown(list(layers))}" if layers else "its layers"
     unsupported = UnsupportedConfigError(
@@ -280,7 +280,7 @@ def _output_layer_states(target: LoadedModel, head: LoadedModel, spec_config: Sp
     target.model.set_aux_hidden_state_layers(tuple(layers))
 
     def combined(output: Any, inputs: Inputs) -> Hidden:
-        # A class may inherit the interface but not support it, and a checkpoint may name layers that do not exist.
+        # A class may inherit the interface without supporting it, and a checkpoint may list layers that do not exist.
         if not isinstance(output, tuple) or len(output[1]) != len(layers):
             raise unsupported
         last, layer_states = output

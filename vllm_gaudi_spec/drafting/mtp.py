@@ -1,16 +1,16 @@
-"""MTP with several chained layers, and Gemma 4's assistants. A single layer drafts like any other head.
+"""MTP with several chained layers, and the assistant models of Gemma 4. A single MTP layer drafts like any other head.
 
-In a chain, layer j produces draft j. At position p, it reads token p + 1 + j and state j. State 0 is the target's
-hidden state. State j + 1 is the output of layer j at that position, which predicts token p + 2 + j. Each layer has its
-own KV at every position.
+In a chain, layer j generates draft j. At position p, it reads token p + 1 + j and state j. State 0 is the target's
+hidden state, and state j + 1 is layer j's output at the same position, which predicts token p + 2 + j. Each layer has
+its own KV at every position.
 
 The inputs to layer j at the j newest positions depend on drafts. `ChainedKVSync` therefore runs each layer only up to
-these positions, so each layer is one position behind the previous one. The sync keeps the state with which each layer's
-next read begins. A drafting round reads the rest: before draft j, layer j reads the j newest positions, whose tokens
-are the drafts so far. The next sync overwrites their KV.
+these positions, so that each layer is one position behind the previous one. It also keeps the state that each layer
+reads first in the next step. The remaining positions are read while drafting: before draft j, layer j reads the j
+newest positions, whose tokens are the drafts so far. The next call of the KV sync overwrites the KV of these positions.
 
-If more drafts are requested than there are layers, the last layer continues like a single layer: it reads the next
-position, with its own output as the state.
+If more drafts are requested than there are layers, the last layer continues as a single layer would: it reads the next
+position and uses its own output as the state.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class MTPModel(LoadedHead):
         num_layers = _limit_layers(vllm_config)
         super().__init__(vllm_config, *args, **named)
         self.layers = [_Layer(self, layer) for layer in range(num_layers)]
-        """The layers that draft."""
+        """The layers that are used for drafting."""
 
     @property
     def reads_slices(self) -> bool:
-        # Each later layer reads the state that the KV sync keeps for a request's row.
+        # Each layer after the first reads the state that the KV sync keeps for the row of a request.
         return len(self.layers) == 1 and super().reads_slices
 
     def _adapt(self, target: LoadedModel, head: nn.Module) -> None:
@@ -65,7 +65,7 @@ class MTPModel(LoadedHead):
             _share_kv(self.vllm_config, target.layer_names, head)
 
     def compute_layer_logits(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
-        if not layer:  # some classes do not support the argument
+        if not layer:  # some classes do not have this argument
             return self.logits(hidden)
         with upstream.tensor_parallel_group(self._output_group):
             logits: torch.Tensor = self.model.compute_logits(hidden, spec_step_idx=layer)
@@ -73,7 +73,7 @@ class MTPModel(LoadedHead):
 
 
 class _Layer:
-    """One layer of a head, as a `Model`."""
+    """A single layer of a head, as a `Model`."""
 
     output_ids: torch.Tensor | None = None
 
@@ -89,13 +89,13 @@ class _Layer:
 
 
 def _limit_layers(vllm_config: VllmConfig) -> int:
-    """Return the number of layers that draft, and configure vLLM to build only these."""
+    """Return the number of layers used for drafting, and configure vLLM to build only these layers."""
     spec_config = vllm_config.speculative_config
     assert spec_config is not None
     num_layers = count_mtp_layers(spec_config)
     if num_layers > spec_config.num_speculative_tokens:
         num_layers = spec_config.num_speculative_tokens
-        # Most classes read the target's configuration, but GLM-OCR's class reads its text model's.
+        # Most classes read the target's configuration, but GLM-OCR's class reads its text model's configuration.
         for config in (spec_config.draft_model_config.hf_config, vllm_config.model_config.hf_config):
             for read in (config, getattr(config, "text_config", config)):
                 read.update({"num_nextn_predict_layers": num_layers})
@@ -103,7 +103,7 @@ def _limit_layers(vllm_config: VllmConfig) -> int:
 
 
 def _share_kv(vllm_config: VllmConfig, target_layers: list[str], assistant: Any) -> None:
-    """Let each layer in a Gemma 4 assistant read KV from the target's last layer of the same kind that has KV."""
+    """Let each layer of a Gemma 4 assistant read KV from the target's last layer of the same kind that stores KV."""
     assert vllm_config.speculative_config is not None
     target_config = vllm_config.model_config.hf_text_config
     num_owners = target_config.num_hidden_layers - getattr(target_config, "num_kv_shared_layers", 0)
@@ -127,7 +127,7 @@ class ChainedProposer(HeadProposer):
 
     @classmethod
     def build(cls, context: DraftingContext) -> HeadProposer:
-        """Return a proposer with the layers that are needed for the configured number of drafts."""
+        """Return a proposer with as many layers as the configured number of drafts needs."""
         head = context.drafter
         assert isinstance(head, MTPModel)
         if context.spec_config.use_gemma4_mtp():
@@ -146,7 +146,7 @@ class ChainedProposer(HeadProposer):
         unread_BJH = request.hidden.carried
         num_layers = len(self._layers)
         newest_B = request.lengths_B - 2
-        """The newest position whose next token is known."""
+        """The newest position for which the next token is known."""
         drafted = [self._choose(request, request.hidden.last, 0)]
         states_BQH = unread_BJH[:, :0]
         for step in range(1, request.num_drafts):
@@ -172,7 +172,7 @@ class ChainedProposer(HeadProposer):
     def _make_inputs(
         self, request: DraftRequest, tokens_BQ: torch.Tensor, starts_B: torch.Tensor, drafts_B: torch.Tensor
     ) -> Inputs:
-        """Return the inputs for a forward pass. Rows that need no more drafts read nothing."""
+        """Return the inputs for a forward pass. Rows that need no more drafts have no tokens."""
         tokens_BQ = self._translation.to_drafter(tokens_BQ) * drafts_B[:, None]
         num_real_B = (drafts_B * tokens_BQ.shape[1]).int()
         blocks = request.blocks._replace(counts_B=None)
@@ -221,9 +221,9 @@ class ChainedKVSync(HeadKVSync):
         super().__init__(layers[0], context, row_limits)
         self._layers = layers
         self._unread_RH = [torch.zeros_like(self._carried_RH) for _ in layers[1:]]
-        """For each layer except the first: each row's state at the first position that the layer has not read."""
+        """For each layer except the first, each row's state at the first position that the layer has not read."""
         self._starts = DeviceRows(self._requests.backend, self._requests.pad_row, np.zeros(2, dtype=np.int32))
-        """For each row, the first position that was not computed at admission, before which no states are known, and
+        """For each row, the first position that was not computed before admission (no states are known before it), and
         the number of tokens known at admission."""
 
     # --- host ---
@@ -244,12 +244,12 @@ class ChainedKVSync(HeadKVSync):
     # --- device ---
 
     def gather_hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden:
-        """Return layer 0's output after the newest token and the next state for each later layer, [B, J, H]."""
+        """Return layer 0's output for the newest token and the next state of each later layer, [B, J, H]."""
         unread = [unread_RH.index_select(0, rows_B) for unread_RH in self._unread_RH]
         return Hidden(self._last_RH.index_select(0, rows_B), torch.stack(unread, dim=1))
 
     def limit_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
-        """Return `max_drafts_B`, reduced for rows that have too few positions for the later layers."""
+        """Return `max_drafts_B`, reduced in rows with too few positions for the later layers."""
         begins_B, _ = self._get_starts(rows_B)
         available_B = lengths_B - begins_B
         limit_B = torch.where(available_B < len(self._layers), available_B, max_drafts_B)
@@ -259,7 +259,7 @@ class ChainedKVSync(HeadKVSync):
         return self._starts.table_RX.index_select(0, rows_B).unbind(1)
 
     def _read_chunk(self, queries: int, step: StepInputs) -> None:
-        """Read a prompt chunk, except the last position in a prompt, because its next token does not exist yet."""
+        """Read a prompt chunk, except for a prompt's last position, whose next token does not exist yet."""
         rows = step.split()
         _, known_B = self._get_starts(rows.rows_B)
         ends_B = torch.minimum(rows.starts_B + rows.counts_B, known_B - 1)
@@ -282,12 +282,12 @@ class ChainedKVSync(HeadKVSync):
         states_TH: torch.Tensor,
         blocks: Blocks,
     ) -> None:
-        """Read new positions with every layer.
+        """Read new positions in every layer.
 
         Args:
             starts_B: First position that layer 0 reads. Layer j begins j positions earlier.
-            ends_B: Position after the last one that layer 0 reads. Layer j ends j positions earlier.
-            states_TH: The target's hidden states starting at `starts_B`, Q per row.
+            ends_B: End of the positions that layer 0 reads. Layer j ends j positions earlier.
+            states_TH: The target's hidden states from position `starts_B`, Q per row.
         """
         blocks = blocks._replace(counts_B=None)  # later layers begin at earlier positions
         begins_B, _ = self._get_starts(rows_B)
@@ -318,13 +318,13 @@ class ChainedKVSync(HeadKVSync):
 
 
 def _take(states_TH: torch.Tensor, index_B: torch.Tensor, queries: int) -> torch.Tensor:
-    """Return the state at `index_B` among each row's Q states, [B, H]."""
+    """Return the state at `index_B` among the Q states of each row, [B, H]."""
     row_B = torch.arange(len(index_B), dtype=torch.int32, device=index_B.device)
     return states_TH.index_select(0, row_B * queries + index_B.clamp(min=0, max=queries - 1))
 
 
 def _shift_in(first_BH: torch.Tensor, states_TH: torch.Tensor, shifts_B: torch.Tensor, queries: int) -> torch.Tensor:
-    """In rows marked by `shifts_B`, prepend a state to the Q states and drop the last one."""
+    """In rows where `shifts_B` is set, prepend a state to the Q states and drop the last one."""
     states_BQH = states_TH.view(len(first_BH), queries, -1)
     shifted_BQH = torch.cat([first_BH[:, None], states_BQH[:, :-1]], dim=1)
     return torch.where(shifts_B[:, None, None], shifted_BQH, states_BQH).flatten(0, 1)

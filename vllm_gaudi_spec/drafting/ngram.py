@@ -1,9 +1,9 @@
-"""N-gram drafting, which proposes the tokens that followed an earlier occurrence of the text's last tokens.
+"""N-gram drafting, which proposes the tokens that followed an earlier occurrence of the last tokens in the text.
 
-The match is the most recent earlier occurrence of the longest repeated suffix that has min_ngram to max_ngram tokens. A
-match d tokens before the end suggests a period of d, so the drafts repeat the last d tokens. If a text loops, the most
-recent match is one period back, so drafts have full length. If a text repeats with changes, its latest version is a
-better predictor than its first.
+The match is the most recent earlier occurrence of the longest repeated suffix with min_ngram to max_ngram tokens. A
+match that is d tokens before the end suggests a period of d, so the drafts repeat the last d tokens. In a loop, the
+most recent match is one period back, so that the maximum number of tokens can be drafted. If a passage is repeated with
+changes, its latest version is a better predictor than its first one.
 
 Dimensions: B rows, K drafts, M tokens of history.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Sized:
-    """The range of n-gram sizes."""
+    """The range of n-gram lengths."""
 
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
@@ -51,16 +51,16 @@ class NgramProposer(_Sized):
         return (drafts * -(-max_drafts // distance))[:max_drafts]
 
     def _find_distance(self, tokens_np: np.ndarray) -> int:
-        """Return the distance from the end of the chosen match to the end of the text, or 0 if there is no match."""
+        """Return the distance from the end of the match to the end of the text, or 0 if there is no match."""
         last = tokens_np.size - 1
         # matches_np[e]: whether the n-gram of the current length that ends at e equals the one at the end of the text.
-        # Array operations take the same time for every text. Candidate lists would be slow for texts with loops.
+        # Array operations take the same time for every text. Lists of candidates would be slow for text that loops.
         found = 0
         matches_np = np.ones(max(last, 0), dtype=bool)
         for back in range(min(self.max_ngram, last)):
             matches_np[:back] = False
             matches_np[back:] &= tokens_np[: last - back] == tokens_np[last - back]
-            nearest = matches_np.tobytes().rfind(b"\1")  # several times faster than numpy
+            nearest = matches_np.tobytes().rfind(b"\1")  # several times faster than NumPy's search
             if nearest < 0:
                 break
             if back + 1 >= self.min_ngram:
@@ -69,7 +69,7 @@ class NgramProposer(_Sized):
 
 
 class DeviceNgramProposer(_Sized, DeviceProposer):
-    """N-gram drafting on the device, for all rows at once. The amount of work depends only on shapes."""
+    """N-gram drafting on the device, for all rows at once. The amount of work depends only on tensor shapes."""
 
     def propose(self, request: DraftRequest) -> Drafts:
         tokens_BM = request.history_RM.index_select(0, request.rows_B)
@@ -77,7 +77,7 @@ class DeviceNgramProposer(_Sized, DeviceProposer):
         distance_B1 = self._find_distance(tokens_BM, lengths_B1)
         found_B1 = distance_B1 > 0
         offsets_K = torch.arange(request.num_drafts, dtype=torch.int32, device=tokens_BM.device)
-        # A row without a match gathers its first token, which is not used.
+        # Rows without a match gather their first token, which is not used.
         index_BK = torch.where(found_B1, lengths_B1 - distance_B1 + offsets_K % distance_B1.clamp(min=1), 0)
         drafts_BK = tokens_BM.gather(1, index_BK.long())
         num_drafts_B = request.max_drafts_B * found_B1[:, 0]
@@ -85,18 +85,18 @@ class DeviceNgramProposer(_Sized, DeviceProposer):
         return Drafts(torch.where(offsets_K < num_drafts_B[:, None], drafts_BK, 0), num_drafts_B.int())
 
     def _find_distance(self, tokens_BM: torch.Tensor, lengths_B1: torch.Tensor) -> torch.Tensor:
-        """Return the distance from each row's match to the end, int32 [B, 1], or 0 if there is no match."""
+        """Return the distance from each row's match to its end, int32 [B, 1], or 0 if there is no match."""
         width = tokens_BM.shape[1]
         end_M = torch.arange(width, dtype=torch.int32, device=tokens_BM.device)
         matches_BM = end_M < lengths_B1 - 1
         size_BM = torch.zeros_like(tokens_BM)
         for back in range(min(self.max_ngram, width)):
             suffix_B1 = tokens_BM.gather(1, (lengths_B1 - 1 - back).clamp(min=0).long())
-            # Compare the token at e - back for each end e. The first `back` positions have no such token.
+            # Compare the token at e - back for every end position e. The first `back` positions have no such token.
             same_BM = torch.nn.functional.pad(tokens_BM[:, : width - back] == suffix_B1, (back, 0))
             matches_BM = matches_BM & same_BM
             size_BM += matches_BM
-        # A single maximum finds the longest match and, among equally long ones, the most recent.
+        # A single maximum finds the longest match and, among matches of equal length, the most recent one.
         rank_BM = torch.where(size_BM >= self.min_ngram, size_BM * width + end_M, -1)
         best_B1 = rank_BM.amax(1, keepdim=True)
         return torch.where(best_B1 >= 0, lengths_B1 - 1 - best_B1 % width, 0)

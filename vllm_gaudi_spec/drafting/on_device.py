@@ -1,4 +1,4 @@
-"""Drafting on the device between verification and the step's report. This supports async scheduling."""
+"""Drafting on the device, between verification and the step's report. This supports async scheduling."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DeviceRowLimits(RowLimits):
     def compute_max_drafts_on_device(
         self, rows_B: torch.Tensor, lengths_B: torch.Tensor, limits_B: torch.Tensor
     ) -> torch.Tensor:
-        """Return how many drafts each row can use, at most `limits_B`, int32 [B]. This runs inside a graph."""
+        """Return the number of drafts that each row can use, at most `limits_B`, int32 [B]. Runs inside a graph."""
         return torch.minimum(apply_limits(self.table.table_RX.index_select(0, rows_B), lengths_B), limits_B)
 
 
@@ -70,7 +70,7 @@ class DeviceDrafting(Drafting):
         self._shapes = context.shapes
         self._num_drafts = speculation.num_drafts
         self._widths = speculation.widths if proposer.drafts_one_by_one else (speculation.num_drafts,)
-        """Numbers of drafts for which there are graphs."""
+        """Numbers of drafts for which graphs exist."""
         self._mode = speculation.drafting
         self._choice = DraftChoice(speculation, requests, context.sampling)
         self.lookahead = 1 + self._num_drafts if kv_sync.has_kv else 0
@@ -78,7 +78,7 @@ class DeviceDrafting(Drafting):
         self._kv_sync = kv_sync
         self.reports_drafts = kv_sync.has_kv
         if not kv_sync.has_kv:
-            # With a fixed k and no model, drafting costs less than extra graphs for sampling passes without drafts.
+            # With a fixed k and no model, drafting takes less time than more graphs for sampling passes without drafts.
             always = context.drafter is None and len(speculation.widths) == 1
             self.pass_drafts = (self._num_drafts,) if always else (0, self._num_drafts)
         self._draft_rows = requests.backend.graphs.graph(self._draft_on_device)
@@ -95,7 +95,7 @@ class DeviceDrafting(Drafting):
         if restarted:
             self._kv_sync.on_faulty(restarted)
         if excluded:
-            self._kv_sync.invalidate(excluded)  # these blocks may be the cause, and other requests could share them
+            self._kv_sync.invalidate(excluded)  # the blocks may have caused the fault, and requests could share them
         for request in excluded:
             self._row_limits.exclude(request.row)
         self._row_limits.table.flush()
@@ -109,8 +109,8 @@ class DeviceDrafting(Drafting):
         return self._cap_drafts(requests, np.array(num_scheduled, dtype=np.int32))
 
     def _cap_drafts(self, requests: list[Request], limit: int | np.ndarray) -> np.ndarray:
-        """Return the maximum number of drafts for each request, regardless of what is in flight, as int32."""
-        # With async scheduling, `num_computed` counts drafts in the step in flight as accepted.
+        """Return the maximum number of drafts for each request, regardless of tokens in flight, as int32."""
+        # With async scheduling, `num_computed` includes the drafts of the step in flight as if they were accepted.
         shortest_np = np.array([request.num_computed for request in requests], dtype=np.int32) + 1 - self._num_drafts
         return self._row_limits.compute_max_drafts(_get_rows(requests), shortest_np, limit)
 
@@ -165,7 +165,7 @@ class DeviceDrafting(Drafting):
         return True
 
     def _make_round_batch(self, sampled: SampledRows, max_drafts: int) -> DraftBatch:
-        """Return a round's rows, which are reused from the step's decode if possible and otherwise copied again."""
+        """Return the rows to draft for. They come from the step's decode if possible."""
         if sampled.decode is not None:
             return DraftBatch(sampled.decode.inputs, sampled.decode.shape.context)
         ends = [end + self.lookahead for end in sampled.ends]
@@ -206,7 +206,7 @@ class DeviceDrafting(Drafting):
         request = self._choice.make_request(rows_B, lengths_B, max_drafts_B, blocks, branch, num_drafts, hidden)
         drafts = self._guard.check_drafts(self._proposer.propose(request), request, self._draft_probs.vocab_size)
         self._draft_probs.put(rows_B, drafts)
-        # Store drafts after everything that may fail, so that rows have no drafts after a failure.
+        # Store drafts only after everything that may fail, so that rows have no drafts after a failure.
         self._requests.put_drafts(rows_B, lengths_B, drafts)
         self._kv_sync.on_round_written(rows_B, lengths_B, drafts)
 
@@ -225,7 +225,7 @@ class DeviceDrafting(Drafting):
         return ("draft", num_rows, context, branch, num_drafts)
 
     def jobs(self) -> Iterator[Job]:
-        """Yield jobs for the drafter's reads, and for drafting rounds by rows, context and branch."""
+        """Yield warm-up runs for the drafter's reads, and for drafting by rows, context, and sampling branch."""
         yield Job("states", self._row_limits.table.warm_up)
         yield from self._kv_sync.jobs()
         branches = sorted(self._choice.list_branches())
@@ -236,7 +236,7 @@ class DeviceDrafting(Drafting):
             yield Job(DRAFTS, run, (signature,), num_rows, branch == Branch())
 
     def propose_for_padding(self, num_rows: int, num_drafts: int) -> None:
-        # Without KV, the sampling pass makes the drafts.
+        # Without KV, the sampling pass generates the drafts.
         if not self._kv_sync.has_kv or not (num_drafts or self._kv_sync.reads_every_step):
             return
         context = self._shapes.decode(1, [], num_rows).context

@@ -1,4 +1,4 @@
-"""Drafting on the host from token histories, after a step's device-to-host sync."""
+"""Drafting on the host from token histories, after the device-to-host sync of a step."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class HostDrafting(Drafting):
         return self._history.get_drafts(requests)
 
     def _collect_drafts(self, members: list[DraftingRow]) -> tuple[dict[str, list[int]], list[str]]:
-        """Return the draft tokens for each request, and the requests whose drafts are unusable."""
+        """Return the draft tokens for each request, and the requests with unusable drafts."""
         contexts = [
             Context(
                 req_id=member.request.req_id,
@@ -93,7 +93,7 @@ class HostDrafting(Drafting):
         return drafts, faulty
 
     def _validate_tokens(self, output: Sequence[Any], max_drafts: int) -> list[int] | None:
-        """Return the first `max_drafts` tokens, or None if any of them is invalid. The rest are ignored."""
+        """Return the first `max_drafts` tokens, or None if one of them is invalid. Any further tokens are ignored."""
         try:
             tokens = [index(token) for token in islice(output, max_drafts)]
         except (TypeError, ValueError):

@@ -1,10 +1,10 @@
-"""Parallel drafting (PARD and P-EAGLE): all draft tokens of a round come from one forward pass.
+"""Parallel drafting (PARD and P-EAGLE), which generates all draft tokens in one forward pass.
 
-A drafter trained for this predicts the first draft token from the newest token and each later draft token from a mask
-token, which stands in for the preceding draft token. Draft tokens do not depend on each other, so each one has a fixed
-distribution given the context. The acceptance rules require nothing more.
+A drafter trained for parallel drafting predicts the first draft token from the newest token, and each later one from a
+mask token in place of the preceding draft token. Draft tokens do not depend on each other, so the context determines
+the distribution of each one, which is all that the acceptance rules require.
 
-KV written for mask tokens is always overwritten before another token attends to it.
+KV written for mask tokens is always overwritten before any later token attends to it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 class ParallelModelProposer(AutoregressiveProposer):
     """Drafts with a model that reads each row's unread tokens, followed by mask tokens.
 
-    Accepted draft tokens are unread, because the model read mask tokens in their place. A row therefore has at most
-    k + 1 unread tokens, and a round is one forward pass over [B, 2k] tokens.
+    Accepted draft tokens count as unread, because the model has read mask tokens in their place. A row therefore has at
+    most k + 1 unread tokens, and drafting takes one forward pass over [B, 2k] tokens.
     """
 
     drafts_one_by_one = False
@@ -70,7 +70,7 @@ class ParallelModelProposer(AutoregressiveProposer):
         num_real_B = num_unread_B + (request.max_drafts_B - 1).clamp(min=0)
         inputs = build_rectangle(tokens_BQ, starts_B, num_real_B, request.blocks, request.row_operations)
         hidden_TH = self._model.forward(inputs).last
-        # Each draft token is predicted at the position before it, which is the newest token's for the first one.
+        # Each draft token is predicted at the preceding position. For the first one, this is the newest token's.
         rows_B = torch.arange(len(starts_B), dtype=torch.int32, device=starts_B.device)
         newest_B = rows_B * num_queries + (num_unread_B - 1).clamp(min=0)
         index_KB = newest_B + offsets_Q[: request.num_drafts, None]
@@ -78,25 +78,25 @@ class ParallelModelProposer(AutoregressiveProposer):
 
 
 def _take_tokens(request: DraftRequest, positions_BQ: torch.Tensor) -> torch.Tensor:
-    """Return the tokens at these positions in the rows' histories, as int32 in the shape of `positions_BQ`."""
+    """Return the tokens at these positions in the row histories, as int32 in the shape of `positions_BQ`."""
     width = request.history_RM.shape[1]
     index_BQ = request.rows_B[:, None] * width + positions_BQ.clamp(max=width - 1)
     return request.history_RM.view(-1).index_select(0, index_BQ.flatten()).view(index_BQ.shape)
 
 
 class ParallelModelKVSync(DraftModelKVSync):
-    """KV sync for a draft model whose rounds write KV for the rows' own tokens but not for draft tokens."""
+    """KV sync for a draft model that, while drafting, writes KV for the tokens of a row but not for draft tokens."""
 
     def count_read(self, rows_B: torch.Tensor) -> torch.Tensor:
         """For each row, return the number of tokens that the drafter has read, int32 [B]."""
         return self._reach_R.index_select(0, rows_B)
 
     def limit_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
-        """Return `max_drafts_B`, or 0 for rows with more unread tokens than a step can sample."""
+        """Return `max_drafts_B`, with 0 for rows that have more unread tokens than a step can sample."""
         return torch.where(self.count_read(rows_B) >= lengths_B - (1 + self._num_drafts), max_drafts_B, 0)
 
     def on_round_written(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
-        """Extend the reach to the newest tokens."""
+        """Include the newest tokens in the number of tokens that have KV."""
         self._put(rows_B, torch.where(drafts.num_drafts_B > 0, lengths_B, self.count_read(rows_B)))
 
 
@@ -104,9 +104,9 @@ class ParallelModelKVSync(DraftModelKVSync):
 
 
 class ParallelHeadProposer(HeadProposer):
-    """Drafts with a head whose KV sync has already read each row's newest token, so a round only reads mask tokens.
+    """Drafts with a head whose KV sync has already read each row's newest token, so that only mask tokens are left.
 
-    A mask token is paired with a learned hidden state instead of one from the target. A round is one forward pass over
+    Each mask token is paired with a learned hidden state instead of the target's. Drafting takes one forward pass over
     [B, k - 1] tokens.
     """
 
@@ -132,10 +132,10 @@ class ParallelHeadProposer(HeadProposer):
         return _choose_drafts(self._model, self._translation, request, torch.cat(states))
 
     def _read_masks(self, request: DraftRequest) -> tuple[torch.Tensor, ...]:
-        """Return the hidden states, [B, H], for each column of mask tokens."""
+        """Return hidden states, [B, H], for each column of mask tokens."""
         shape = (len(request.rows_B), request.num_drafts - 1)
         num_masks_B = (request.max_drafts_B - 1).clamp(min=0)
-        # As in `HeadProposer.propose`, a head's positions are one less than the target's.
+        # As in `HeadProposer.propose`, the head's positions are one less than the target's.
         starts_B = torch.where(num_masks_B > 0, request.lengths_B - 1, 0)
         masks_BQ = torch.full(shape, self._mask_token, dtype=torch.int32, device=starts_B.device)
         inputs = build_rectangle(masks_BQ, starts_B, num_masks_B, request.blocks, request.row_operations)
@@ -147,10 +147,10 @@ class ParallelHeadProposer(HeadProposer):
 
 
 def _choose_drafts(model: Model, translation: Translation, request: DraftRequest, hidden_NH: torch.Tensor) -> Drafts:
-    """Choose a round's draft tokens.
+    """Choose draft tokens from the hidden states that predict them.
 
     Args:
-        hidden_NH: N = K * B hidden states that predict draft tokens: B for the first, B for the second, and so on.
+        hidden_NH: N = K * B hidden states: B for the first draft token, B for the second, and so on.
     """
     logits_NV = translation.to_target(model.logits(hidden_NH))
     by_position = logits_NV.split(len(request.rows_B))

@@ -1,9 +1,9 @@
-"""Suffix decoding (arXiv 2411.04975), which proposes the most frequent continuation of the text's last tokens.
+"""Suffix decoding (arXiv 2411.04975), which proposes the most frequent continuation of the last tokens in the text.
 
-Each suffix of the text is looked up in the request's own text and in the responses of finished requests. A path starts
-from a suffix of m tokens and repeatedly appends the most frequent next token. It ends before the probability of the
-whole path falls below min_token_prob, after max_spec_factor * m tokens, or at max_tree_depth tokens including the
-suffix. The path with the largest sum of probabilities wins. This sum is the expected number of accepted drafts.
+Each suffix of the text is looked up in the text itself and in the responses of finished requests. A path begins after a
+suffix of m tokens and repeatedly appends the most frequent next token. It ends before the probability of the whole path
+falls below min_token_prob, after max_spec_factor * m tokens, or when suffix and path together have max_tree_depth
+tokens. The path with the largest sum of probabilities, which is the expected number of accepted drafts, is chosen.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.base import DraftingContext
 
 NOTHING = -1
-"""A value that is neither a position nor a token. It separates responses and replaces erased tokens."""
+"""A value that is neither a valid position nor a token. It separates responses and replaces erased tokens."""
 
 MAX_OCCURRENCES = 16
-"""Maximum number of a pattern's occurrences to compare, newest first. Comparing more would take longer without raising
-the acceptance rate."""
+"""Maximum number of occurrences of a pattern to compare, newest first. More comparisons would take longer without
+raising the acceptance rate."""
 
 
 class SuffixProposer:
@@ -39,7 +39,7 @@ class SuffixProposer:
         self.min_token_prob = min_token_prob
         self._cache = SuffixCache(max_tree_depth, max_cached_requests)
         self._fed: dict[str, tuple[int, np.ndarray]] = {}
-        """Maps each active request to its prompt length and all of its tokens that the cache contains."""
+        """Maps each active request to its prompt length and its tokens that are in the cache."""
 
     @classmethod
     def build(cls, context: DraftingContext) -> SuffixProposer:
@@ -75,7 +75,7 @@ class SuffixProposer:
         return draft.token_ids
 
     def _feed(self, context: Context) -> None:
-        """Add missing tokens to the cache. A text that does not continue the previous one replaces it."""
+        """Add missing tokens to the cache. A text that does not continue the earlier one replaces it."""
         num_prompt, fed_np = self._fed.get(context.req_id, (context.num_prompt, context.tokens_np[:0]))
         if num_prompt != context.num_prompt or not np.array_equal(context.tokens_np[: fed_np.size], fed_np):
             self.forget([context.req_id])
@@ -89,30 +89,30 @@ class SuffixProposer:
 
 
 def _copy_tokens(tokens_np: np.ndarray) -> np.ndarray:
-    """Return a contiguous copy, because the context's view is valid only during the call."""
+    """Return a contiguous copy, because the view in the context is valid only during the call."""
     return np.array(tokens_np, dtype=np.int32)
 
 
 class Draft(NamedTuple):
     token_ids: list[int] = []  # noqa: RUF012  (never changed)
     score: float = 0.0
-    """Expected number of accepted tokens, which is the sum of the path probabilities at each token."""
+    """Expected number of accepted tokens: the sum, over all tokens, of the path probability up to the token."""
 
 
 class SuffixCache:
-    """The texts of active requests, and the responses of the last `max_cached_requests` requests that ended."""
+    """The texts of active requests, and the responses of the last `max_cached_requests` finished requests."""
 
     def __init__(self, max_tree_depth: int, max_cached_requests: int) -> None:
         self.max_tree_depth = max_tree_depth
         self.max_cached_requests = max_cached_requests
         self._active: dict[str, tuple[int, Text]] = {}
-        """Maps each active request to the start of its response and the text of its prompt and response."""
+        """Maps each active request to the start of its response and to the text of its prompt and response."""
         self._past = Text(max_tree_depth)
         self._cached: dict[str, tuple[int, int]] = {}
-        """Maps each finished request, oldest first, to the range of its response in `_past`."""
+        """Maps each finished request to the range of its response in `_past`, oldest first."""
 
     def start_request(self, req_id: str, prompt_token_ids: Sequence[int] | np.ndarray) -> None:
-        """Start a request. If its ID was used before, the earlier response is evicted."""
+        """Start a request. If the ID was used before, the earlier response is evicted."""
         if req_id in self._active:
             raise ValueError(f"Request {req_id} is already active.")
         if req_id in self._cached:
@@ -148,9 +148,9 @@ class SuffixCache:
         min_token_prob: float = 0.1,
     ) -> Draft:
         pattern = np.asarray(context)[-self.max_tree_depth :].tolist()
-        # limits[m]: the maximum number of drafts after a match of m tokens.
+        # limits[m]: maximum number of drafts after a match of m tokens.
         limits = [
-            # Add a small tolerance, so that a factor of 0.1 gives one token for m = 10 despite binary rounding.
+            # Add a small tolerance so that, despite binary rounding, a factor of 0.1 gives one token for m = 10.
             max(0, min(max_spec_tokens, int(m * max_spec_factor + 1e-6), self.max_tree_depth - m))
             for m in range(len(pattern) + 1)
         ]
@@ -161,20 +161,21 @@ class SuffixCache:
 class Text:
     """A growing text that can be searched for the continuations of a pattern.
 
-    No suffix tree is stored. The counts that a tree would hold are computed on demand from the positions where the
-    pattern occurs. To find these, hash buckets chain the positions that end with the same 1, 2, 4 or 8 tokens, newest
-    first. This takes about 40 bytes and a microsecond per token, whereas tree nodes in Python would take 1000 bytes.
+    No suffix tree is stored. The counts that such a tree would contain are computed on demand from the positions at
+    which the pattern occurs. To find these positions, hash buckets chain the positions that end with the same 1, 2, 4
+    or 8 tokens, newest first. This takes about 40 bytes and a microsecond per token, whereas tree nodes in Python would
+    take 1000 bytes.
     """
 
     def __init__(self, max_depth: int) -> None:
         self._depth = max_depth
-        # The text starts with padding that matches no token, so that looking back needs no bounds check.
+        # The text starts with padding that matches no token, so that lookups of earlier tokens need no bounds check.
         self._tokens = array("i", [NOTHING]) * max_depth
         self._dropped = 0
-        """Number of tokens dropped from the start of the text. Positions still include them."""
+        """Number of tokens dropped from the start of the text. Positions still count these tokens."""
         self._sizes = [size for size in (8, 4, 2, 1) if size < max_depth]
         self._heads = [array("i", [NOTHING]) * 1024 for _ in self._sizes]
-        """[size][bucket]: the newest position, as an index into `_tokens`, where a pattern in the bucket ends."""
+        """[size][bucket]: the newest position at which a pattern in the bucket ends, as an index into `_tokens`."""
         self._earlier = [array("i", self._tokens) for _ in self._sizes]
         """[size][position]: the previous position in the same bucket."""
 
@@ -190,7 +191,7 @@ class Text:
         self._tokens.extend(np.asarray(token_ids).tolist())
         for size, earlier, heads in zip(self._sizes, self._earlier, self._heads, strict=True):
             while len(heads) < len(self._tokens):
-                # Both halves of a split bucket keep the old, mixed chain, because matches are compared anyway.
+                # Both halves of a split bucket keep the old chain with both halves' positions; matches are verified.
                 heads *= 2
             mask = len(heads) - 1
             tokens = self._tokens[begin + 1 - size :].tolist()
@@ -200,11 +201,11 @@ class Text:
                 heads[key & mask] = index
 
     def erase(self, begin: int, end: int) -> None:
-        """Replace the tokens in a range, so that they are no longer found."""
+        """Replace the tokens in a range so that searches no longer find them."""
         self._tokens[begin - self._dropped : end - self._dropped] = array("i", [NOTHING]) * (end - begin)
 
     def drop_before(self, position: int) -> None:
-        """Free erased tokens before the position. Only large pieces are freed, since freeing moves all other tokens."""
+        """Free erased tokens before a position. Only large ranges are freed, because freeing moves all other tokens."""
         count = position - self._dropped - self._depth
         if count <= len(self._tokens) // 2:
             return
@@ -216,13 +217,13 @@ class Text:
         self._dropped += count
 
     def speculate(self, pattern: list[int], limits: list[int], min_prob: float, best: Draft) -> Draft:
-        """Return the best draft after any suffix of the pattern, or `best` if no draft is better.
+        """Return the best draft after any suffix of the pattern, or `best` if no suffix has a better one.
 
         `limits[m]` is the maximum number of drafts after a suffix of m tokens.
         """
         above = len(limits)
         for index, size in enumerate(self._sizes):
-            # A draft's score cannot exceed its length, so most searches end after the first size.
+            # The score of a draft cannot exceed its length, so most searches end after the first size.
             limit = max(limits[size:above], default=0)
             if limit > best.score:
                 matches = self._find_matches(index, pattern, above - 1, limit)
@@ -231,7 +232,7 @@ class Text:
         return best
 
     def _find_matches(self, index: int, pattern: list[int], longest: int, limit: int) -> list[Match]:
-        """Return occurrences of at least the pattern's last `size` tokens, newest first.
+        """Return occurrences of at least the last `size` tokens of the pattern, newest first.
 
         Equal occurrences are merged.
         """
@@ -254,17 +255,17 @@ class Text:
                     break
                 m += 1
             if m >= size:
-                # The text may end within `limit` tokens.
+                # Fewer than `limit` tokens may follow before the text ends.
                 matches.append(Match(m, count, [*tokens[depth:], *[NOTHING] * (depth + limit - len(tokens))]))
         return matches
 
     def _choose_draft(self, matches: list[Match], size: int, limits: list[int], min_prob: float, best: Draft) -> Draft:
-        """Return the best draft over all suffix lengths that occur in the matches.
+        """Return the best draft for all suffix lengths that occur in the matches.
 
         A match of m tokens also counts for every shorter suffix.
         """
         sizes = sorted({size - 1, *(match.size for match in matches)})
-        # The same matches count for all sizes between two neighboring ones, so only their highest limit is needed.
+        # All sizes between two neighboring match lengths have the same matches, so only the highest limit is needed.
         bounds = [(max(limits[low + 1 : high + 1]), high) for low, high in pairwise(sizes)]
         for limit, high in sorted(bounds, reverse=True):
             if limit > best.score:
@@ -277,24 +278,24 @@ class Match(NamedTuple):
     size: int
     """Number of matching tokens at the end of the pattern."""
     num_positions: int
-    """Number of times this window occurs."""
+    """Number of occurrences of the match and the tokens after it."""
     follow: list[int]
     """The tokens after the match, padded with NOTHING."""
 
 
 def _follow_most_frequent(paths: list[tuple[int, list[int]]], limit: int, min_prob: float) -> Draft:
-    """Return the most frequent path. `paths` contains the number of occurrences and the tokens of each path."""
+    """Return the most frequent path. `paths` contains the number of occurrences of each path and its tokens."""
     token_ids: list[int] = []
     prob, score = 1.0, 0.0
     for i in range(limit):
         counts: dict[int, int] = {}
         for count, tokens in paths:
             counts[tokens[i]] = counts.get(tokens[i], 0) + count
-        # The end of a text or response says nothing about the next token.
+        # The end of a text or response provides no information about the next token.
         counts.pop(NOTHING, None)
         if not counts:
             break
-        # Ties go to the newest path, because newer paths come first and `max` returns the first maximum.
+        # The newest path wins ties, because newer paths come first and `max` returns the first maximum.
         token = max(counts, key=counts.__getitem__)
         prob *= counts[token] / sum(counts.values())
         if prob < min_prob:

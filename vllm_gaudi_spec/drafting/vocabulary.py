@@ -1,4 +1,4 @@
-"""Translation between the vocabularies of the target (size V) and the drafter (size U)."""
+"""Translation between the target's vocabulary (size V) and the drafter's (size U)."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 class Translation(Protocol):
     def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the drafter's IDs for the given target IDs, as int32."""
+        """Return the drafter's token IDs for the given target IDs, as int32."""
         ...
 
     def to_target(self, logits_BU: torch.Tensor) -> torch.Tensor:
-        """Return logits over the target's vocabulary, [B, V], with -inf for IDs that must not be drafted."""
+        """Return logits over the target's vocabulary, [B, V], with -inf for tokens that must not be drafted."""
         ...
 
 
 class SameVocabulary:
-    """Translation between equal vocabularies. The models' output matrices may be padded to different sizes."""
+    """Translation between identical vocabularies. The models' output matrices may be padded to different sizes."""
 
     def __init__(self, vocab_size: int, drafter_size: int) -> None:
         self._vocab_size = vocab_size
         self._largest = drafter_size - 1
 
     def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
-        # Prompts given as IDs may contain padding IDs beyond the tokenizer.
+        # Prompts given as token IDs may contain padding IDs that the tokenizer does not have.
         return tokens.clamp(max=self._largest)
 
     def to_target(self, logits_BU: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ class SameVocabulary:
 
 
 class MappedVocabulary:
-    """Translation by token ID. A target token without a partner is never drafted and is read as `stand_in`."""
+    """Translation by token ID. A target token without a match is never drafted, and `stand_in` is read in its place."""
 
     def __init__(self, target_to_draft: np.ndarray, draftable: np.ndarray, stand_in: int, device: torch.device) -> None:
         """Copy the map to the device. `draftable` is indexed by drafter IDs."""
@@ -61,7 +61,7 @@ class ReducedVocabulary:
     """Translation for a head that reads the target's vocabulary but predicts only part of it."""
 
     def __init__(self, output_ids: torch.Tensor, vocab_size: int) -> None:
-        """Build the index. `output_ids` contains the target IDs that the head's logits cover."""
+        """Build the index. `output_ids` contains the target token IDs for which the head has logits."""
         ids_U = output_ids.cpu().long()
         if not ((ids_U >= 0) & (ids_U < vocab_size)).all():
             raise UnsupportedConfigError(
@@ -81,7 +81,7 @@ class ReducedVocabulary:
 
 
 class DrafterVocabulary:
-    """Identity translation: drafts stay in the drafter's own vocabulary, and the host rewrites them."""
+    """Identity translation: drafts stay in the drafter's own vocabulary until the host converts them."""
 
     def __init__(self, draftable: np.ndarray, device: torch.device) -> None:
         """Copy the mask to the device. `draftable` is indexed by drafter IDs."""

@@ -1,6 +1,6 @@
 """Environment variables. No other module in the package reads the environment.
 
-`gaudi-spec doctor` prints the `VARIABLES` table, and docs/reference/options.md is generated from it.
+`gaudi-spec doctor` prints the `VARIABLES` table, which is also the source of docs/reference/options.md.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from vllm_gaudi_spec.config import GAUDI2, GAUDIS, UnsupportedConfigError
 
 
 class Variable(NamedTuple):
-    """An environment variable."""
-
     name: str
     default: str
-    """The value used if the variable is not set, or a description of it."""
+    """The value if the variable is not set, or a description of that value."""
     meaning: str
 
     @property
@@ -139,13 +137,13 @@ HUB_OFFLINE = Variable("HF_HUB_OFFLINE", "0", "1 takes models from folders and t
 HUB_HOME = Variable("HF_HOME", "~/.cache/huggingface", "where downloaded models are stored")
 CACHE_HOME = Variable("XDG_CACHE_HOME", "~/.cache", "where the demo model is kept")
 VARIABLES = tuple(value for value in globals().copy().values() if isinstance(value, Variable))
-"""The documented variables: all of those above, in order."""
-# Not in the table, because `doctor` prints the values of its variables.
+"""The documented variables: all variables above, in order."""
+# Not in the table, because `doctor` prints the values of variables in the table.
 API_KEY = Variable("OPENAI_API_KEY", "none", "sent to servers by gaudi-spec chat")
 
 
 def skip_warmup() -> bool:
-    """Whether the user skips warm-up, according to our variable or, if it is not set, vllm-gaudi's variable."""
+    """Whether the user disables warm-up with our variable or, if it is not set, with vllm-gaudi's variable."""
     if SKIP_WARMUP.value:
         return SKIP_WARMUP.is_on
     return VENDORS_SKIP_WARMUP.value_or_default.lower() in ("true", "t", "1", "yes", "y", "on")
@@ -157,7 +155,7 @@ def compresses_prompt_masks() -> bool:
 
 
 def is_set(name: str) -> bool:
-    """Whether a variable is set. It need not be in the table."""
+    """Whether a variable is set, even if it is not in the table."""
     return name in os.environ
 
 
@@ -172,8 +170,8 @@ def list_all_variables() -> dict[str, str]:
 
 
 def list_allowed_plugins() -> set[str] | None:
-    """Return the plugins that VLLM_PLUGINS allows, or None if it allows all."""
-    names = os.environ.get(PLUGINS.name)  # an empty value allows none
+    """Return the plugins that VLLM_PLUGINS allows, or None if it allows all of them."""
+    names = os.environ.get(PLUGINS.name)  # an empty value allows no plugins
     return None if names is None else {name.strip() for name in names.split(",")}
 
 
@@ -181,9 +179,9 @@ _CHOSEN_BY = "VGS_START_METHOD_CHOSEN_BY"
 
 
 def choose_start_method(choose: Callable[[], str]) -> None:
-    """Set how vLLM starts its engine process to the result of `choose`, unless the user has set it.
+    """Set vLLM's start method for engine processes to the result of `choose`, unless the user has set it.
 
-    `choose` is called for each engine created in a process. Engine processes inherit the setting and do not call it.
+    `choose` is called once for each engine that a process creates. Engine processes inherit the setting.
     """
     chosen_by = os.environ.get(_CHOSEN_BY)
     if is_set(START_METHOD.name) and chosen_by != str(os.getpid()):
@@ -197,9 +195,9 @@ OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"
 
 
 def preload_openmp() -> None:
-    """Make new processes load Intel's OpenMP if it is installed and they do not preload an OpenMP library already.
+    """Make new processes load Intel's OpenMP if it is installed and they do not already preload an OpenMP library.
 
-    Unlike GNU's library, it lets waiting threads sleep (here, after 1 ms), which is faster on a busy machine.
+    Unlike GNU's library, Intel's lets waiting threads sleep (here, after 1 ms), which is faster on a busy machine.
     """
     preloaded = PRELOADED.value or ""
     if OPENMP.exists() and not any(name in preloaded for name in ("libiomp", "libomp", "libgomp")):
@@ -208,7 +206,7 @@ def preload_openmp() -> None:
 
 
 def keep_engine_in_process(why: str) -> None:
-    """Make vLLM run its engine in this process, or raise ValueError if the user does not allow it."""
+    """Make vLLM run its engine in this process, or raise ValueError if the user has ruled that out."""
     if os.environ.setdefault(ENGINE_PROCESS.name, "0") != "0":
         raise ValueError(f"{why} needs the engine in this process; unset {ENGINE_PROCESS.name} or set it to 0")
 
@@ -225,16 +223,16 @@ def cache_folder() -> Path:
 
 
 def name_process_group(init_method: str) -> None:
-    """Set the name by which processes find each other for vLLM's shared-memory CPU collectives.
+    """Set the name with which processes find each other for vLLM's shared-memory CPU collectives.
 
-    Ranks that do not share memory get different names, so that vLLM uses gloo for them.
+    Ranks that do not share memory get different names, so that vLLM uses gloo between them.
     """
     group = init_method.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
     os.environ["VLLM_DIST_IDENT"] = f"{group}-{_identify_shared_memory()}"
 
 
 def _identify_shared_memory() -> str:
-    """Return a name that two processes share if and only if they have the same /dev/shm."""
+    """Return a name that two processes have in common if and only if they have the same /dev/shm."""
     try:
         started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{started}-{os.stat('/dev/shm').st_dev}"
@@ -243,15 +241,15 @@ def _identify_shared_memory() -> str:
 
 
 def leave_threads_unbound() -> None:
-    """Disable thread binding unless the user set it, since vLLM fails to bind ranks to too few NUMA nodes."""
+    """Disable thread binding unless the user has set it, because vLLM fails to bind ranks to too few NUMA nodes."""
     os.environ.setdefault(THREADS_BIND.name, "nobind")
 
 
-# Our defaults for variables that the Gaudi bridge, its compiler, and vLLM read.
+# Our defaults for variables read by the Gaudi bridge, its compiler, and vLLM.
 _GAUDI_DEFAULTS = {
-    # With weight sharing, the layout of weights would be converted again for each graph that reads them.
+    # With weight sharing, weight layouts would be converted again for every graph that reads the weights.
     WEIGHT_SHARING.name: WEIGHT_SHARING.default,
-    # Without this setting, collectives inside graphs fail. Each layer of a tensor-parallel step has some.
+    # Without this setting, collectives in graphs fail. Every layer of a tensor-parallel step contains some.
     LAZY_COLLECTIVES.name: LAZY_COLLECTIVES.default,
     # Otherwise, vLLM would run shared experts on a separate stream, which graphs do not capture.
     "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1",
@@ -261,21 +259,21 @@ _GAUDI_DEFAULTS = {
 
 
 def set_gaudi_defaults() -> None:
-    """Set our defaults for Gaudi variables that the user did not set."""
+    """Set our defaults for Gaudi variables that the user has not set."""
     for name, value in _GAUDI_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    # If the variable is not set, the mode depends on the bridge release.
+    # If the variable is not set, the bridge's release determines the mode.
     os.environ.setdefault(LAZY_MODE.name, "1" if gaudi_has_lazy_mode() else "0")
     if os.environ[LAZY_MODE.name] == "0":
-        # An operation outside a compiled region splits the region into several recipes. The last recipe to read a KV
-        # cache or a recurrent state would treat its memory as free, although the next step reads it. vllm-gaudi sets
-        # this variable for models with recurrent states, whose results were wrong (pull request 1753). Here, caches are
-        # also updated in place.
+        # An operation that runs outside a compiled region splits the region into several recipes. The last recipe that
+        # reads a KV cache or a recurrent state would treat its memory as free, although the next step reads it.
+        # vllm-gaudi sets this variable for models with recurrent states, whose results were wrong without it (pull
+        # request 1753). In this plugin, caches are also updated in place.
         os.environ.setdefault(INPUT_REUSE.name, "0")
 
 
 def gaudi_is_lazy() -> bool:
-    """Whether the bridge runs in lazy mode. 0 means eager and compiled mode, and any other value means lazy mode."""
+    """Whether the bridge runs in lazy mode. The value 0 selects eager and compiled mode; others select lazy mode."""
     set_gaudi_defaults()
     return os.environ[LAZY_MODE.name] != "0"
 
@@ -283,8 +281,8 @@ def gaudi_is_lazy() -> bool:
 def gaudi_has_lazy_mode() -> bool:
     """Whether the installed torch supports lazy mode.
 
-    In lazy mode, the bridge refuses to load with stock torch, which it recognizes by version (see release 1.24,
-    habana_frameworks/torch/__init__.py). Once torch has loaded the bridge, its mode cannot change.
+    In lazy mode, the bridge does not load with stock torch, which it recognizes by version (see release 1.24,
+    habana_frameworks/torch/__init__.py). After torch has loaded the bridge, the mode cannot change.
     """
     if (bridge := sys.modules.get("habana_frameworks.torch.utils.internal")) is not None:
         is_lazy: bool = bridge.is_lazy()
@@ -298,7 +296,7 @@ def gaudi_has_lazy_collectives() -> bool:
 
 
 def gaudi_memory_reserve() -> float:
-    """Return the fraction of free memory reserved for captured graphs, from vllm-gaudi's variable."""
+    """Return the fraction of free memory to reserve for captured graphs, from vllm-gaudi's variable."""
     value = GRAPH_MEMORY.value_or_default
     try:
         share = float(value)
@@ -318,18 +316,17 @@ def gaudi_layers_of_a_recipe() -> int:
 
 
 def emulated_generation() -> str:
-    """Return the Gaudi generation emulated by hpu-emulated."""
     return EMULATED_GENERATION.choose(*GAUDIS)
 
 
 def emulated_modules() -> tuple[int, ...]:
-    """Return the indices of the Gaudis that this process may open, or an empty tuple if it may open any."""
+    """Return the indices of the Gaudis that this process may open, or an empty tuple if it may open all of them."""
     names = VISIBLE_MODULES.value_or_default
     return () if names == "all" else tuple(map(int, names.split(",")))
 
 
 def emulator_is_hostile() -> bool:
-    """Whether the emulated Gaudi rejects everything that is known to fail on any card or release."""
+    """Whether the emulated Gaudi rejects everything that is known to fail on any card or in any release."""
     return EMULATOR.choose("hostile", "kind") == "hostile"
 
 
@@ -337,7 +334,7 @@ NPU_SETTINGS = (TASK_QUEUE, NPU_ALLOCATOR, LAUNCH_BLOCKING)
 
 
 def list_npu_variables() -> dict[str, str]:
-    """Return the torch_npu variables that determine whether graphs can be captured, if they are set."""
+    """Return the torch_npu variables that affect whether graphs can be captured, if they are set."""
     return {variable.name: variable.value for variable in NPU_SETTINGS if variable.value is not None}
 
 
@@ -347,10 +344,10 @@ def hccl_expands_on_vector_cores() -> bool:
 
 
 def torch_npu_folder() -> Path:
-    """Return the folder that contains Huawei's torch_npu for the emulated NPU.
+    """Return the folder with Huawei's torch_npu for the emulated NPU.
 
-    It is separate from other packages, except on a machine with a card: `import torch` loads an installed torch_npu,
-    which fails if the card's software is missing.
+    The folder is separate from other packages, except on a machine with an NPU: `import torch` loads an installed
+    torch_npu, which fails if CANN is missing.
     """
     if TORCH_NPU.value:
         return Path(TORCH_NPU.value).absolute()
@@ -361,31 +358,31 @@ def torch_npu_folder() -> Path:
 
 
 def set_torch_npu_defaults() -> None:
-    """Prevent torch in child processes from importing torch_npu before its libraries are loaded."""
+    """Prevent torch in child processes from importing torch_npu before the libraries of torch_npu are loaded."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 
 def api_key() -> str | None:
-    """Return the key for servers that require one. It must never be printed."""
+    """Return the key for servers that require one. The key must never be printed."""
     return (API_KEY.value or "").strip() or None
 
 
 def kv_cache_space_gib() -> int | None:
-    """Return the size of the KV cache on a CPU in GiB, from vLLM's older variable."""
+    """Return the size in GiB of the KV cache on a CPU, from vLLM's older variable."""
     value = KV_CACHE_SPACE.value
     return int(value) if value else None
 
 
-# Not in the table above, since only front ends set it, for their engines.
+# Not in the table above, because only front ends set it, for the engines that they start.
 _START_FAILURE = "VGS_START_FAILURE"
 
 
 def set_start_failure_file(path: str) -> None:
-    """Make child processes write the reason to `path` if they cannot start."""
+    """Make child processes write the reason to `path` if they fail to start."""
     os.environ[_START_FAILURE] = path
 
 
 def start_failure_file() -> Path | None:
-    """Return the file that the front end of this process checks for a start-up error, or None."""
+    """Return the file in which this process's front end looks for a start-up error, or None."""
     path = Path(os.environ.get(_START_FAILURE, ""))
     return path if path.is_file() else None

@@ -1,8 +1,8 @@
-"""Reads and writes cached files in `environment.cache_folder()`.
+"""Functions that read and write cached files in `environment.cache_folder()`.
 
-A link could redirect a write to any of the user's files, and a read to another user's file. Therefore, our folders and
-the files in them are never links and never world-writable. The parent folders (`~/.cache`, XDG_CACHE_HOME) are chosen
-by the user and may be links. Readers validate file contents, which are never executed.
+A link could redirect a write to one of the user's other files, or a read to another user's file. For this reason, our
+folders and the files in them are never links and never world-writable. The parent folders (`~/.cache`, XDG_CACHE_HOME)
+are chosen by the user and may be links. File contents are never executed, and readers validate them.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from pathlib import Path
 class UntrustedCacheError(OSError):
     """Raised for a cached file or folder that must not be used. The message contains the reason and a remedy.
 
-    Callers that do not require a cache handle it like any other disk error.
+    Callers that can do without a cache handle this exception like any other disk error.
     """
 
 
 def make_folder(folder: Path) -> Path:
-    """Create a folder if it does not exist, then check it with `check_folder`."""
+    """Create a folder if it does not exist, and then check it with `check_folder`."""
     folder.mkdir(mode=0o775, parents=True, exist_ok=True)
     check_folder(folder)
     return folder
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UntrustedCacheError if another user may control a folder's contents."""
+    """Raise UntrustedCacheError if another user could control the contents of the folder."""
     facts, above = folder.lstat(), folder.parent.stat()
     if stat.S_ISLNK(facts.st_mode):
         raise UntrustedCacheError(f"{folder} is a symbolic link; remove it, or set XDG_CACHE_HOME to another folder")
     if facts.st_mode & stat.S_IWOTH:
         raise UntrustedCacheError(f"{folder} is writable by everybody; use chmod o-w, or set XDG_CACHE_HOME")
-    # Any user may have created the folder if its parent folder is world-writable.
+    # If the parent folder is world-writable, any user may have created this folder.
     if above.st_mode & stat.S_IWOTH and facts.st_uid not in (os.geteuid(), 0):
         raise UntrustedCacheError(f"{folder} was made by another user; set XDG_CACHE_HOME to a folder of your own")
 
@@ -54,7 +54,7 @@ def read(path: Path, at_most: int) -> bytes:
 
 
 def _open(path: Path) -> int:
-    # Without O_NONBLOCK, opening a pipe would wait for a writer.
+    # Without O_NONBLOCK, opening a named pipe would block until there is a writer.
     if path.is_symlink():
         raise UntrustedCacheError(f"{path} is a symbolic link; remove it")
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -66,18 +66,18 @@ def _open(path: Path) -> int:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read. Create its folder if needed."""
+    """Write a file that only its owner can read. The folder is created if necessary."""
     make_folder(path.parent)
     replace(path, content, stat.S_IRUSR | stat.S_IWUSR)
 
 
 def stays_inside(path: Path) -> bool:
-    """Whether a path is a file in its folder, or a link to a file in the same folder."""
+    """Whether a path is a regular file, or a link to a file in the same folder."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent))
 
 
 def replace(path: Path, content: bytes, mode: int | None = None) -> None:
-    """Replace a file or link atomically. Several processes may do so concurrently.
+    """Replace a file or link atomically. Several processes may call this function at the same time.
 
     Args:
         mode: The file's permissions, or None to use the umask.

@@ -1,1 +1,1 @@
-"""Integrations into other platforms, each with separate version checks and patches."""
+"""Integrations into other platforms, each with its own version checks and patches."""

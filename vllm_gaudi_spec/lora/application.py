@@ -1,11 +1,12 @@
-"""Adds adapters to layer outputs, in a single computation for all slots.
+"""Adds the contributions of adapters to layer outputs, in a single computation for all slots.
 
-T tokens, S slots of rank R, C = S * R columns. A layer multiplies its input by the first matrices of all slots at once.
-Of the C columns, each token keeps those for its own slot, and the others become zero. The result is then multiplied by
-the second matrices of all slots. A token without an adapter keeps no columns, so zeros are added to its output.
+T: tokens. S: slots of rank R. C = S * R columns. A layer multiplies its input by the first matrices of all slots in one
+matmul. Of the C columns in the result, each token keeps those of its own slot, and the others become zero. The result
+is then multiplied by the second matrices of all slots. A token without an adapter keeps no columns, so only zeros are
+added to its output.
 
-vLLM writes a slot's matrices on the host. Whole tensors are then copied in place on the device, where captured graphs
-read them; this compiles nothing.
+vLLM writes a slot's matrices on the host. Whole tensors are then copied in place to the device, where captured graphs
+read them, so nothing is compiled.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.upstream.distributed import GroupCoordinator
 
 NO_SLOT = -1
-"""The slot for tokens without an adapter. It is only compared, never used as an index."""
+"""The slot for tokens without an adapter. This value is only compared and never used as an index."""
 
 Upload = Callable[[torch.Tensor], torch.Tensor]
 
@@ -40,7 +41,7 @@ Upload = Callable[[torch.Tensor], torch.Tensor]
 class TokenSlots:
     """The adapter slot of each token during a forward pass.
 
-    vLLM creates one instance for all of a model's layers, as the platform's "punica wrapper".
+    vLLM creates one instance for all layers of a model as the platform's "punica wrapper".
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class TokenSlots:
 
     @contextmanager
     def applied(self, slots_T: torch.Tensor) -> Iterator[None]:
-        """Set the int32 slots for the tokens or hidden states that layers process in this context."""
+        """Set int32 slots for the tokens or hidden states that layers process in this context."""
         self._slots_T, self._mask_TC = slots_T, self._slot_of_column_C == slots_T[:, None]
         try:
             yield
@@ -62,16 +63,16 @@ class TokenSlots:
 
     @property
     def are_set(self) -> bool:
-        """Whether slots are set. They are not set if a drafter that shares a layer calls it."""
+        """Whether slots are set. They are not set when a drafter calls a layer that it shares with the target."""
         return self._mask_TC is not None
 
     def mask_columns(self, columns_TNC: torch.Tensor) -> torch.Tensor:
-        """Set other slots' columns to zero, even if they are not finite."""
+        """Set the columns of other slots to zero, even if these columns are not finite."""
         assert self._mask_TC is not None
         return torch.where(self._mask_TC[:, None], columns_TNC, 0)
 
     def first_rows(self, rows_per_slot: int) -> torch.Tensor:
-        """Return the first row of each token's slot in a table with `rows_per_slot` rows per slot, [T]; [1] without
+        """Return the first row of each token's slot in a table with `rows_per_slot` rows per slot, [T], or [1] without
         slots."""
         if self._slots_T is None:
             return torch.zeros_like(self._slot_of_column_C[:1])
@@ -79,7 +80,7 @@ class TokenSlots:
 
 
 class _Adapters:
-    """A layer's tensors, which vLLM writes on the host and the device reads."""
+    """The adapter tensors of a layer, which vLLM writes on the host and the device reads."""
 
     def __init__(self, slots: TokenSlots, hosts: list[torch.Tensor], upload: Upload) -> None:
         self._slots, self._hosts = slots, hosts
@@ -93,10 +94,10 @@ class _Adapters:
 
 
 class LinearAdapters(_Adapters):
-    """Adapters for vLLM's wrapper around a linear layer or the output matrix. A layer may be fused from N slices."""
+    """Adapters for vLLM's wrapper around a linear layer or the output matrix. A layer may be a fusion of N slices."""
 
     def __init__(self, module: Any, slots: TokenSlots, upload: Upload, group: GroupCoordinator | None = None) -> None:
-        """Replace the wrapper's tensors. `group` contains the output matrix's ranks if there are several."""
+        """Replace the wrapper's tensors. `group` contains the ranks of the output matrix if there are several."""
         self._group = group
         one = isinstance(module.lora_a_stacked, torch.Tensor)
         first, second = module.lora_a_stacked, module.lora_b_stacked
@@ -105,7 +106,7 @@ class LinearAdapters(_Adapters):
         num_slots, _, rank, num_inputs = first[0].shape
         host_NSRI = torch.zeros(len(first), num_slots, rank, num_inputs, dtype=first[0].dtype)
         hosts_OSR = [torch.zeros(part.shape[2], num_slots, rank, dtype=part.dtype) for part in second]
-        # vLLM writes to tensors with shapes [S, 1, R, I] and [S, 1, O, R].
+        # vLLM writes into tensors of shapes [S, 1, R, I] and [S, 1, O, R].
         first = tuple(part.unsqueeze(1) for part in host_NSRI)
         second = tuple(part.permute(1, 0, 2).unsqueeze(1) for part in hosts_OSR)
         module.lora_a_stacked, module.lora_b_stacked = (first[0], second[0]) if one else (first, second)
@@ -116,7 +117,7 @@ class LinearAdapters(_Adapters):
         return y + self._added(x) if self._slots.are_set else y
 
     def add_lora_logits(self, y: torch.Tensor, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-        # `y` may be wider than the vocabulary and have a different dtype.
+        # `y` may be wider than the vocabulary and may have a different dtype.
         if not self._slots.are_set:
             return y
         added = self._added(x).to(y.dtype)
@@ -125,7 +126,7 @@ class LinearAdapters(_Adapters):
     def _added(self, x_TI: torch.Tensor) -> torch.Tensor:
         columns_TC = functional.linear(x_TI, self._first)
         if self._group is not None:
-            # Logits are bitwise equal on all ranks, but hidden states are not, so all ranks add one rank's columns.
+            # Logits must be bitwise equal on all ranks, unlike hidden states, so all ranks add the columns of one rank.
             communicator = self._group.device_communicator
             assert communicator is not None
             columns_TC = communicator.broadcast(columns_TC.contiguous())
@@ -135,7 +136,7 @@ class LinearAdapters(_Adapters):
 
 
 class EmbeddingAdapters(_Adapters):
-    """Adapters for vLLM's wrapper around an embedding table, where a lookup replaces the first matmul."""
+    """Adapters for vLLM's wrapper around an embedding table, in which a lookup replaces the first matmul."""
 
     def __init__(self, module: Any, slots: TokenSlots, upload: Upload) -> None:
         num_slots, num_tokens, rank = module.lora_a_stacked.shape
@@ -158,7 +159,7 @@ class EmbeddingAdapters(_Adapters):
 
 
 def make_adapters(module: BaseLayerWithLoRA, slots: TokenSlots, upload: Upload) -> LinearAdapters | EmbeddingAdapters:
-    """Create tables for one of vLLM's wrappers, which then writes to their tensors on the host."""
+    """Create adapter tensors for one of vLLM's wrappers, which then writes to these tensors on the host."""
     if isinstance(module, VocabParallelEmbeddingWithLoRA):
         return EmbeddingAdapters(module, slots, upload)
     if isinstance(module, LogitsProcessorWithLoRA):

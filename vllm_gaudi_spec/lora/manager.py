@@ -1,7 +1,7 @@
-"""Loads adapters with vLLM's managers, after checking them before anything changes.
+"""Loads adapters with vLLM's managers, after checking the adapters before anything changes.
 
-vLLM checks an adapter's configuration and module names. It would detect wrong matrix sizes only while copying them into
-a slot, after the adapter has been registered, or not at all. Adapters are therefore checked here first.
+vLLM checks an adapter's configuration and module names. vLLM would detect wrong matrix sizes only while copying the
+matrices into a slot, after the adapter has been registered, or not at all. This module therefore checks adapters first.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class AdapterError(ValueError):
 
 
 class SlottedAdapters(LRUCacheLoRAModelManager):
-    """Slots that vLLM fills on the host, and their copies on the device."""
+    """Adapter slots that vLLM fills on the host, with copies on the device."""
 
     def make_tables(self, upload: Upload) -> TokenSlots:
-        """Replace the tensors that vLLM created on the device with tables for each wrapped layer."""
+        """Replace the tensors that vLLM has created on the device with adapter tensors for each wrapped layer."""
         if not self.modules:
             raise UnsupportedConfigError(
                 f"{type(self.model).__name__} has none of these modules; change --lora-target-modules or leave it out."
@@ -63,17 +63,17 @@ class SlottedAdapters(LRUCacheLoRAModelManager):
         return newly
 
     def pin_adapter(self, lora_id: int) -> bool:
-        # If every slot were pinned, vLLM could not evict an adapter and would fail at the next request for another one.
+        # If every slot were pinned, vLLM could not evict any adapter, and the next request with a new one would fail.
         if len(self._active_adapters.pinned_items - {lora_id}) + 1 >= self.lora_slots:
             raise ValueError(f"Pinning adapter {lora_id} would leave no slot for others; raise --max-loras.")
         pinned: bool = super().pin_adapter(lora_id)
         return pinned
 
     def make_room(self, lora_ids: set[int]) -> None:
-        """Unpin adapters whose slots a step needs.
+        """Unpin adapters in slots that a step needs.
 
-        vLLM's scheduler allows as many adapters per step as there are slots, regardless of pinning, and its caches
-        would evict one of the step's own adapters.
+        vLLM's scheduler allows as many adapters per step as there are slots, whether or not they are pinned, and vLLM's
+        caches would then evict an adapter that the step needs.
         """
         for cache, size in ((self._active_adapters, self.lora_slots), (self._registered_adapters, self.capacity)):
             unused = sorted(cache.pinned_items - lora_ids)
@@ -85,7 +85,7 @@ class SlottedAdapters(LRUCacheLoRAModelManager):
 
 
 class AdapterLoader(LRUCacheWorkerLoRAManager):
-    """A loader that keeps adapters on the host and loads those that a step needs into slots."""
+    """A loader that keeps adapters on the host and loads those needed by a step into slots."""
 
     _manager_cls = SlottedAdapters
 
@@ -102,10 +102,10 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
         }
 
     def load_into_slots(self, adapters: Iterable[LoRARequest]) -> dict[int, int]:
-        """Load the adapters that are not yet in slots and return the slots of all adapters, keyed by adapter ID."""
+        """Load adapters that are not in a slot yet, and return the slots of all adapters, keyed by adapter ID."""
         manager, adapters = self._adapter_manager, list(adapters)
         manager.make_room({request.lora_int_id for request in adapters})
-        # Process loaded adapters first, so that loading the others does not evict them.
+        # Process loaded adapters first, so that loading other adapters does not evict them.
         for request in sorted(adapters, key=lambda request: request.lora_int_id not in manager.list_adapters()):
             number = request.lora_int_id
             if manager.get_adapter(number) is None:
@@ -131,13 +131,13 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
         return loaded
 
     def _check(self, loras: dict[str, LoRALayerWeights]) -> Iterator[str]:
-        """Yield the problems with an adapter's matrices."""
+        """Yield problems with the matrices of an adapter."""
         if not loras:
             yield "there is no matrix in it."
         for name, lora in loras.items():
             sizes = self._sizes.get(name)
             if sizes is None:
-                # A deployment may restrict adapters to some modules. Matrices for other modules are then ignored.
+                # A deployment may restrict adapters to certain modules. Matrices for other modules are then ignored.
                 if self.lora_config.target_modules is None:
                     yield f"the model has no module {name} that takes adapters."
                 continue
@@ -149,11 +149,11 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
             if found != expected:
                 yield f"the matrices of {name} have shapes {found}, and {expected} are expected."
             elif not all(part.isfinite().all() for part in (lora.lora_a, lora.lora_b, lora.lora_b * lora.scaling)):
-                # 0 times a non-finite number is not 0, so such a number would affect requests without the adapter.
+                # Zero times a non-finite number is not zero, so it would affect requests without the adapter.
                 yield f"not all numbers in {name} are finite."
 
     def _list_sizes(self, module_name: str) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Yield the input and output sizes across all ranks, each with the name that adapters use."""
+        """Yield the input and output sizes summed over all ranks, each with the name used in adapters."""
         manager = self._adapter_manager
         module = manager.modules[module_name]
         names = manager.packed_modules.get(module_name, [module_name])

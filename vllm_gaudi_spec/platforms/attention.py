@@ -1,4 +1,4 @@
-"""The attention backends that the platform provides to vLLM."""
+"""The attention backends that this platform provides to vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class NoMetadataBuilder(AttentionMetadataBuilder[Any]):
-    """A placeholder: vLLM subclasses a builder for layers with chunked attention but does not instantiate it."""
+    """A placeholder, because vLLM subclasses a builder for layers with chunked attention without instantiating it."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         raise RuntimeError("this platform's runner does not use metadata builders")
@@ -55,7 +55,7 @@ class RectangleAttentionBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # A block stores its heads one after another, and each head stores its keys before its values.
+        # The heads of a block are stored one after another, and the keys of each head precede its values.
         return (KVCacheLayout.LBHNC,)
 
     @classmethod
@@ -80,7 +80,7 @@ class LatentAttentionBackend(RectangleAttentionBackend):
 
 
 class NoPrefill:
-    """A placeholder for the separate prompt kernel that vLLM's layer requires."""
+    """A placeholder for the separate prefill kernel that vLLM's layer requires."""
 
     def __init__(self, **of_the_layer: Any) -> None:
         pass

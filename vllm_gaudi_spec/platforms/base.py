@@ -1,4 +1,4 @@
-"""vLLM's platform hooks for all devices, implemented using the selected backend."""
+"""vLLM's platform hooks for all devices, implemented with the selected backend."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ _SCHEDULERS = {
     False: "vllm_gaudi_spec.scheduling.scheduler.SpecScheduler",
     True: "vllm_gaudi_spec.scheduling.scheduler.SpecAsyncScheduler",
 }
-"""Schedulers without and with async scheduling."""
+"""Schedulers for synchronous (False) and async (True) scheduling."""
 
 
 def is_active() -> bool:
-    """Whether vLLM runs on this platform."""
+    """Whether this is the active vLLM platform."""
     from vllm.platforms import current_platform
 
     return isinstance(current_platform, SpecPlatform)
 
 
 def apply_patches() -> None:
-    """Apply the patches that every vLLM process on this platform needs."""
+    """Apply the patches that every vLLM process needs on this platform."""
     from vllm.platforms import current_platform
 
     upstream.apply()
@@ -70,11 +70,9 @@ def apply_patches() -> None:
 
 
 class SpecPlatform(Platform):
-    """Base class for the platforms of all devices."""
-
     takes_device_ids = False
-    """Whether each process sees all cards and uses one of those specified by --device-ids. Otherwise, the environment
-    determines which cards a process sees."""
+    """Whether each process sees all cards and uses one of the cards in --device-ids. If not, the environment determines
+    which cards a process sees."""
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
@@ -99,13 +97,13 @@ class SpecPlatform(Platform):
         refuse_unsupported(vllm_config, load_backend())
         speculative = vllm_config.speculative_config
         if speculative is not None and speculative.method == NGRAM and load_backend().traits.captures:
-            speculative.method = NGRAM_GPU  # it makes the same drafts, but the device does not wait for them
+            speculative.method = NGRAM_GPU  # it generates the same drafts without making the device wait for them
         if (transfer := vllm_config.kv_transfer_config) is not None and transfer.kv_connector == "OffloadingConnector":
             transfer.kv_connector_extra_config = OFFLOADING | transfer.kv_connector_extra_config
         _disable_vllm_state_caching(vllm_config)
         _require_whole_images(vllm_config)
         _warn_about_unused_options(vllm_config)
-        # Parse options here, so that mistakes are reported by the front end instead of the engine.
+        # Parse options here so that the front end, rather than the engine, reports mistakes.
         options = Options.from_vllm(vllm_config)
         if vllm_config.model_config is not None:
             speculation = Speculation.from_vllm(vllm_config)
@@ -117,15 +115,15 @@ class SpecPlatform(Platform):
                 vllm_config.scheduler_config.async_scheduling = False
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
-            # This check is skipped in an engine's process, where this method runs again, and in servers started by
-            # vLLM's data-parallel supervisor, where vLLM has already assigned the cards.
+            # This check is skipped in engine processes, where this method runs again, and in servers started by vLLM's
+            # data-parallel supervisor, in which vLLM has already assigned the cards.
             if parallel.assigned_physical_gpu_ids and not parallel.data_parallel_external_lb:
                 cls._check_device_ids(parallel.assigned_physical_gpu_ids, parallel.local_world_size)
             parallel.worker_cls = "vllm_gaudi_spec.worker.Worker"
         if parallel.use_ray:
             parallel.ray_runtime_env = _add_device_to_environment(parallel.ray_runtime_env)
         _choose_scheduler(vllm_config.scheduler_config)
-        # The backend captures graphs itself, and vLLM's compilation would wrap the model a second time.
+        # The backend captures graphs itself, so vLLM's compilation would wrap the model a second time.
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
@@ -165,7 +163,7 @@ class SpecPlatform(Platform):
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """No-op: a drafter layer may have the same index as a target layer."""
+        """No-op: layers of the drafter and the target may have the same index."""
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
@@ -191,8 +189,8 @@ class SpecPlatform(Platform):
 
     @classmethod
     def _norms(cls) -> str:
-        """Return the name of the device's norm kernels in vLLM's IR, which the device's `layers.py` registers."""
-        load_backend()  # a data-parallel engine calls this before a worker has loaded the device's software
+        """Return the name in vLLM's IR under which the device's `layers.py` registers its norm kernels."""
+        load_backend()  # a data-parallel engine calls this method before a worker has loaded the device's software
         provider: str = importlib.import_module(f"{cls.__module__.rpartition('.')[0]}.layers").PROVIDER
         return provider
 
@@ -202,10 +200,10 @@ class SpecPlatform(Platform):
 
     @classmethod
     def find_card(cls, local_rank: int, assigned: list[int] | None) -> int:
-        """Return the index of a rank's card in this process.
+        """Return the index of a rank's card among the cards that this process sees.
 
         Args:
-            assigned: The cards that vLLM assigned to the engine's ranks on this machine, if any.
+            assigned: The cards that vLLM assigned to the ranks of the engine on this machine, if any.
         """
         if not (cls.takes_device_ids and assigned):
             return local_rank
@@ -226,7 +224,7 @@ class SpecPlatform(Platform):
 
     @classmethod
     def is_sleep_mode_available(cls) -> bool:
-        # vLLM calls this only if sleep mode is enabled. vLLM's own error message does not name an option.
+        # vLLM calls this method only if sleep mode is enabled. vLLM's own error message does not name an option.
         refuse_sleep(None, load_backend())
         return True
 
@@ -234,12 +232,12 @@ class SpecPlatform(Platform):
 class CapturingPlatform(SpecPlatform):
     """Base class for the platforms of accelerators, which capture steps as graphs."""
 
-    # All devices are declared out of tree, since vLLM would load compiled operations for devices that it knows.
+    # All devices are declared out of tree, because vLLM would load compiled operations for devices that it supports.
     _enum = PlatformEnum.OOT
-    # Used by vLLM's compiled helpers, some of which are created before the device's software is loaded.
+    # Used in vLLM's compiled helpers, some of which are created before the software of the device is loaded.
     simple_compile_backend = "eager"
     loads_on_host = False
-    """Whether weights are assembled on the host and copied once, which avoids thousands of small graphs."""
+    """Whether weights are assembled on the host and copied only once, which avoids thousands of small graphs."""
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -255,7 +253,7 @@ class CapturingPlatform(SpecPlatform):
             device = load_backend().traits.name
             logger.warning_once("enforce_eager has no effect on %s, where all steps are captured.", device)
         _disable_hybrid_kv_manager(vllm_config)
-        # A process forked from one that has opened a card cannot use the card or hangs at exit.
+        # If a process has opened a card, a process forked from it cannot use the card or hangs at exit.
         choose_start_method(lambda: "spawn")
 
     @classmethod
@@ -268,12 +266,12 @@ class CapturingPlatform(SpecPlatform):
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        """Return 0, since vLLM's front end, which derives the token budget from this size, must not open the card."""
+        """Return 0, because vLLM's front end derives the token budget from this size and must not open the card."""
         return 0
 
 
 def _choose_scheduler(config: SchedulerConfig) -> None:
-    """Select one of our schedulers. Other schedulers neither limit nor count drafts."""
+    """Select one of our schedulers. Other schedulers do not limit or count drafts."""
     if config.scheduler_cls not in (None, *_SCHEDULERS.values()):
         raise UnsupportedConfigError("Schedulers other than ours are not supported; leave out --scheduler-cls.")
     config.scheduler_cls = _SCHEDULERS[bool(config.async_scheduling)]
@@ -300,9 +298,9 @@ def _warn_about_unused_options(vllm_config: VllmConfig) -> None:
 
 
 def _disable_vllm_state_caching(vllm_config: VllmConfig) -> None:
-    """Disable vLLM's caching of recurrent states, which requires states in KV blocks.
+    """Disable vLLM's caching of recurrent states, which requires that states be stored in KV blocks.
 
-    On this platform, each request has one state, and the scheduler's `Snapshots` implements the prefix cache for it.
+    On this platform, each request has one state, and the scheduler's `Snapshots` implement prefix caching for it.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if model is None or not has_states(model):
@@ -312,13 +310,13 @@ def _disable_vllm_state_caching(vllm_config: VllmConfig) -> None:
             "--mamba-cache-mode has no effect on this platform; set state_snapshots to keep snapshots of states."
         )
     cache.mamba_cache_mode = "none"
-    cache.mamba_block_size = model.max_model_len  # vLLM's value without prefix caching
+    cache.mamba_block_size = model.max_model_len  # vLLM's value if prefix caching is disabled
 
 
 def _require_whole_images(vllm_config: VllmConfig) -> None:
-    """Ensure that a step computes whole images if their tokens attend to each other bidirectionally.
+    """Ensure that each step computes whole images if image tokens attend to each other bidirectionally.
 
-    vLLM leaves this to its platforms. With its option set, it checks at start-up that a step has room for an image.
+    vLLM leaves this to platforms. If its option is set, vLLM checks at start-up that a step has room for an image.
     """
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if model is None or not model.is_mm_prefix_lm:
@@ -340,14 +338,14 @@ def _require_whole_images(vllm_config: VllmConfig) -> None:
 
 
 def _disable_hybrid_kv_manager(vllm_config: VllmConfig) -> None:
-    """Disable the hybrid KV cache manager for models whose layers have differently shaped KV.
+    """Disable the hybrid KV cache manager for models whose layers have KV of different shapes.
 
-    vLLM lets groups of layers share memory, but on these devices, KV is a typed tensor. Without groups, each layer has
-    separate memory, and sliding windows do not reduce it.
+    vLLM lets groups of layers share memory, but on these devices, KV is stored in typed tensors. Without groups, each
+    layer has separate memory, and sliding windows do not reduce the amount.
     """
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if model is None or model is not get_target_config(vllm_config) or scheduler.disable_hybrid_kv_cache_manager:
-        return  # a drafter's copy of the configuration shares the target's scheduler settings
+        return  # the configuration copied for a drafter shares the scheduler settings of the target
     every = [one.model_arch_config for one, _ in list_models(vllm_config)]
     layers = [config[index] for config in every for index in range(config.total_num_hidden_layers)]
     shapes = {(layer.head_size, layer.total_num_kv_heads) for layer in layers}
@@ -363,13 +361,14 @@ def _disable_hybrid_kv_manager(vllm_config: VllmConfig) -> None:
 
 
 def _add_device_to_environment(runtime_env: Any) -> dict[str, Any]:
-    """Add VGS_DEVICE to Ray's runtime environment, since a rank selects its platform before it gets other variables."""
+    """Add VGS_DEVICE to Ray's runtime environment, because a rank selects its platform before it has other
+    variables."""
     env: dict[str, Any] = dict(runtime_env or {})
     return {**env, "env_vars": {DEVICE.name: load_backend().traits.name, **env.get("env_vars", {})}}
 
 
 def _explain_sync_scheduling(vllm_config: VllmConfig, speculation: Speculation | None) -> str | None:
-    """Return why async scheduling is not possible, or None if it is."""
+    """Return the reason why async scheduling is not possible, or None if it is possible."""
     if vllm_config.model_config.runner_type == "pooling":
         return "a pooler works on the host"
     if speculation is None:

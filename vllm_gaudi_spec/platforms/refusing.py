@@ -1,7 +1,7 @@
-"""Raises an error on import if vLLM cannot run.
+"""Raises an error on import if vLLM cannot run with this plugin.
 
-vLLM ignores exceptions raised by a plugin and would run on one of its own platforms. It does not ignore an exception
-raised while it imports the platform module that a plugin selected.
+vLLM ignores exceptions that a plugin raises and would then use one of its own platforms. However, exceptions raised
+during the import of the selected platform module stop vLLM.
 """
 
 from vllm_gaudi_spec.config import UnusableInstallationError

@@ -1,1 +1,1 @@
-"""Quantized checkpoints, and FP8 that follows Intel Neural Compressor's files, configuration, and arithmetic."""
+"""Quantized checkpoints, and FP8 based on the files, configuration, and arithmetic of Intel Neural Compressor."""

@@ -1,6 +1,6 @@
-"""Reads a quantized checkpoint as if it held weights in the model's dtype.
+"""Reads a quantized checkpoint as if its weights were in the model's dtype.
 
-Linear layers for which the device has kernels stay quantized. All other layers load as they would from an unquantized
+Linear layers stay quantized if the device has kernels for them. All other layers load as from an unquantized
 checkpoint, so merged layers, tensor parallelism, MLA, LoRA, and experts need no special code.
 """
 
@@ -19,7 +19,7 @@ from vllm_gaudi_spec.config import OTHER_MODEL
 from vllm_gaudi_spec.quantization.encodings import Encoding, EncodingError, Parts
 from vllm_gaudi_spec.quantization.formats import CheckpointFormat
 
-# Tensors for activations or for other kernels, which do not affect weights.
+# Tensors that are used for activations or by other kernels and do not affect weights.
 _UNUSED = (
     "input_scale",
     "input_zero_point",
@@ -29,7 +29,7 @@ _UNUSED = (
     "weight_shape",
     "bias_scale",
 )
-# Alternative scale names, used in Mistral checkpoints and by some FP8 tools.
+# Alternative names of scales, which are used in Mistral checkpoints and by some FP8 tools.
 _ALIASES = {"weight_scale_inv": "weight_scale", "qscale_weight": "weight_scale"}
 _QUANTIZED = re.compile(
     r"(^|_)(packed|qweight|qzeros|g_idx|weight_zero_point|weight_scale(_2)?|scale_inv|weight_global_scale|qscale_weight)$"
@@ -38,21 +38,21 @@ _QUANTIZED = re.compile(
 
 @dataclass(slots=True, kw_only=True)
 class Checkpoint:
-    """A reader for a quantized checkpoint's tensors."""
+    """A reader for the tensors in a quantized checkpoint."""
 
     model: str
-    """The model's folder or name, for messages."""
+    """The model's folder or name, for use in messages."""
     format: CheckpointFormat
     dtype: torch.dtype
     is_native: Callable[[str], bool] = field(default=lambda layer: False)
-    """Whether a layer accepts e4m3 weights with per-row scales, or packed words of 4-bit integers."""
+    """Whether a layer supports e4m3 weights with per-row scales, or 4-bit integers packed in words."""
     is_unused: Callable[[str], bool] = field(default=lambda name: False)
     """Whether the model ignores tensors with a given name."""
     _waiting: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """Maps each layer to the tensors read so far for its weight."""
+    """Maps each layer to the tensors for its weight that have been read so far."""
 
     def weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the model's weights, given all tensors in its files, in any order.
+        """Yield the weights of the model, given all tensors in its files in any order.
 
         A layer's tensors may be in different files.
         """
@@ -63,7 +63,7 @@ class Checkpoint:
             encoding = self.format.find_encoding(layer)
             if encoding is not None and part not in encoding.parts:
                 part = _ALIASES.get(part, part)
-            is_plain = part == "weight" and tensor.dtype.itemsize > 1  # for a layer that is not quantized
+            is_plain = part == "weight" and tensor.dtype.itemsize > 1  # in a layer that is not quantized
             if encoding is None or part not in encoding.parts or is_plain:
                 # The tensors of a `fake_quantizer` are KV scales, which are kept.
                 if part not in (*_UNUSED, *self.format.unused) or layer.endswith("_fake_quantizer"):
@@ -80,7 +80,7 @@ class Checkpoint:
             list(self._read(layer, encoding, parts))  # raises an error that names the missing tensor
 
     def _check_plain(self, name: str, part: str, tensor: torch.Tensor) -> None:
-        """Raise EncodingError for quantized values that the model would load as weights."""
+        """Raise EncodingError for quantized values that the model would otherwise load as weights."""
         is_byte = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
         if is_byte or _QUANTIZED.search(part):
             reason = f"is quantized in a way that config.json ({self.format.name}) does not describe"
@@ -134,7 +134,7 @@ def _check_finite(*tensors: torch.Tensor) -> None:
 
 
 class _Headers(Checkpoint):
-    """A reader for meta tensors. It checks each kind once, since large models have many tensors but few kinds."""
+    """A reader for meta tensors that checks each kind once, because large models have many tensors of few kinds."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
@@ -148,10 +148,10 @@ class _Headers(Checkpoint):
 
 
 def find_misfit(model: str, format: CheckpointFormat, files: Iterable[Path], damage_alone: bool = False) -> str | None:
-    """Return why a checkpoint cannot be read, judging by its file headers, or None if it can.
+    """Return the reason why a checkpoint cannot be read, according to its file headers, or None if it can be.
 
     Args:
-        damage_alone: Report only damage that affects every reader, including vLLM's.
+        damage_alone: Report only damage that affects every reader, including vLLM.
     """
     error = _misfit(model, format, _headers(files))
     return None if error is None or (damage_alone and not error.is_damage) else str(error)
@@ -160,9 +160,9 @@ def find_misfit(model: str, format: CheckpointFormat, files: Iterable[Path], dam
 def check_tensors(
     model: str, format: CheckpointFormat, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors unchanged for vLLM's kernels. Raise EncodingError if scales are missing or not finite.
+    """Yield tensors unchanged for vLLM's kernels. Raises EncodingError if scales are missing or not finite.
 
-    vLLM accepts scales that are not finite and leaves missing ones uninitialized.
+    vLLM accepts non-finite scales and leaves missing scales uninitialized.
     """
     headers: list[tuple[str, torch.Tensor]] = []
     for name, tensor in tensors:
@@ -176,7 +176,7 @@ def check_tensors(
 
 
 def _misfit(model: str, format: CheckpointFormat, headers: Iterable[tuple[str, torch.Tensor]]) -> EncodingError | None:
-    """Process meta tensors in the same way as real tensors and return the error, if any."""
+    """Process meta tensors in the same way as real tensors, and return the resulting error, if any."""
     try:
         for _ in _Headers(model=model, format=format, dtype=torch.float32).weights(headers):
             pass

@@ -1,6 +1,6 @@
-"""The QUANT_CONFIG file for Intel Neural Compressor (INC), and the context in which a model is measured or quantized.
+"""The QUANT_CONFIG file of Intel Neural Compressor (INC), and the context in which a model is measured or quantized.
 
-On Gaudi, INC itself reads the file; elsewhere, INC is simulated (`simulation.py`).
+On a Gaudi, INC itself reads the file; on other devices, INC is simulated (`simulation.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MEASURE, QUANTIZE = "MEASURE", "QUANTIZE"
 
-# Fields that `QuantConfig` contains, or that do not change the results of a simulation.
+# Fields that are part of `QuantConfig`, and fields that do not change the results of a simulation.
 _READ_OR_IGNORED = frozenset(
     [
         "mode",
@@ -69,7 +69,7 @@ NEEDS_CALIBRATION = (
 
 
 class Selection(NamedTuple):
-    """The modules selected by one of the file's lists, by name pattern and by class."""
+    """The modules that a list in the file selects, by name pattern and by class."""
 
     names: tuple[str, ...]
     types: tuple[str, ...]
@@ -86,17 +86,17 @@ class Selection(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantConfig:
     option: str
-    """The option or variable that names the file, for messages."""
+    """The option or variable that names the file, for use in messages."""
     path: str
     mode: str
     dump_stats_path: str
-    """The path prefix for measurement and scale files."""
+    """The path prefix of measurement and scale files."""
     scale_method: str
     measures_outputs: bool
     skips_unknown: bool
     """Whether modules without scales stay unquantized instead of causing an error."""
     allowed: Selection
-    """The modules to include; if empty, all modules."""
+    """The modules to include, or all modules if it is empty."""
     blocked: Selection
     fields: dict[str, Any]
     """All fields in the file."""
@@ -140,7 +140,7 @@ class QuantConfig:
         return is_allowed and not self.blocked.selects(name, kind)
 
     def unsimulated_refusals(self) -> Iterator[str]:
-        """Yield the reasons to reject fields in the file that only INC supports."""
+        """Yield reasons to reject fields in the file that only INC supports."""
         for name, value in self.fields.items():
             supported = _ONLY.get(name)
             if supported is not None and str(value).lower() != supported:
@@ -159,23 +159,23 @@ class LoadContext:
     """The model's folder or name."""
     rank: int
     world: int
-    """The number of ranks, each with its own files."""
+    """The number of ranks, each of which has its own files."""
     fp8_range: str | None
-    """The card whose e4m3 range the device uses, or None to use the range for which the scales were made."""
+    """The card whose e4m3 range the device uses, or None to use the range for which the scales were computed."""
     apart: Collection[nn.Module] = ()
-    """Modules that are left unchanged: modules shared with another model, and those in latent attention."""
+    """Modules to leave unchanged: modules shared with another model, and the modules of latent attention."""
 
 
 class Measuring(Protocol):
     reads_logits: bool
-    """Whether logits are computed for every token, so that the logits layer is measured too."""
+    """Whether logits are computed for every token, so that the logits layer is also measured."""
 
     def counting(self, real_T: torch.Tensor) -> AbstractContextManager[None]:
-        """Restrict measurements to the real tokens of a T-token forward pass that runs in this context."""
+        """Restrict measurements to the real tokens of a forward pass on T tokens that runs in this context."""
         ...
 
     def write(self) -> None:
-        """Write all values collected so far, replacing older files."""
+        """Write all values collected so far and replace older files."""
         ...
 
 
@@ -193,10 +193,10 @@ def drafter_config(options: Options) -> QuantConfig | None:
 
 
 def get_cpu_weights(vllm_config: VllmConfig) -> str | None:
-    """Return the `cpu_weights` option, which defaults to float32 if anything is rounded to FP8.
+    """Return the option `cpu_weights`, which defaults to float32 if any values are rounded to FP8.
 
-    The results of oneDNN's float32 kernel do not depend on the number of tokens. The results of the float16 kernel do,
-    and a one-bit difference can change an FP8 value.
+    Results of oneDNN's float32 kernel do not depend on the number of tokens. Results of the float16 kernel do, and a
+    difference of one bit can change an FP8 value.
     """
     options = Options.from_vllm(vllm_config)
     if options.cpu_weights is not None:
@@ -207,7 +207,7 @@ def get_cpu_weights(vllm_config: VllmConfig) -> str | None:
 
 
 def missing_scales(config: QuantConfig, world: int) -> Iterator[str]:
-    """Yield the reasons why a model cannot be quantized with its scale files, without inspecting the model."""
+    """Yield reasons why a model cannot be quantized with its scale files, without inspecting the model."""
     try:
         files.read_world(config.dump_stats_path, world, config.scale_method)
     except files.QuantFilesError as error:
@@ -215,7 +215,7 @@ def missing_scales(config: QuantConfig, world: int) -> Iterator[str]:
 
 
 def hostile_scales(config: QuantConfig) -> Iterator[str]:
-    """Yield the reasons why INC must not read a model's scale files. INC would run any code in them."""
+    """Yield reasons why INC must not read a model's scale files. INC would run any code that the files contain."""
     try:
         files.check_harmless(config.dump_stats_path)
     except files.QuantFilesError as error:

@@ -1,7 +1,7 @@
-"""Decides whether to dequantize a quantized checkpoint when it is loaded and reads its weights.
+"""Decides whether a quantized checkpoint is dequantized while it is loaded, and reads its weights.
 
-While vLLM creates the configuration, formats that we can read are assigned the `dequantized` method (`method.py`). A
-model is handed back to vLLM's own method if vLLM's kernels for its format run on the device.
+While vLLM creates the configuration, every format that we can read gets the `dequantized` method (`method.py`). A model
+is returned to vLLM's own method if vLLM's kernels for the format run on the device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def is_left_to_vllm() -> bool:
 
 
 def use_device(load_backend: Callable[[], DeviceBackend]) -> None:
-    """Set the function that loads the device, for layers and readers that vLLM creates."""
+    """Set the function that loads the device, for use in layers and readers that vLLM creates."""
     global _load_backend
     _load_backend = load_backend
 
@@ -60,18 +60,18 @@ def device() -> DeviceBackend:
 
 
 def native_inputs(format: CheckpointFormat, weights: Weights) -> tuple[str, ...]:
-    """Return the input dtypes of the device's native kernels for linear layers in a format, which may be empty."""
+    """Return the input dtypes of the device's native kernels for linear layers in a format. The result may be empty."""
     if format.native == FP8 and weights.multiplies_fp8:
         return ("bfloat16", "float32")  # the cast to FP8 does not support float16 (quirk O30)
     if format.native == UINT4 and weights.converts_uint4:
-        return ("bfloat16",)  # the only dtype with which vllm-gaudi calls the operator
+        return ("bfloat16",)  # the only dtype that vllm-gaudi uses with the operator
     return ()
 
 
 def is_native(format: CheckpointFormat, dtype: torch.dtype, requested: str | None, weights: Weights) -> bool:
     """Whether linear layers in a format stay quantized.
 
-    4-bit integers stay quantized only on request, because converting them at each step only saves memory.
+    4-bit integers stay quantized only on request, because converting them at each step saves memory but no time.
 
     Args:
         requested: The value of the `weight_kernels` option.
@@ -83,8 +83,8 @@ def is_native(format: CheckpointFormat, dtype: torch.dtype, requested: str | Non
 def choose_kernels(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceBackend) -> None:
     """Choose the kernels for a quantized model.
 
-    Use reference kernels if the user asks for them, native kernels if the device has any, and otherwise vLLM's kernels
-    if they run on the device or the user asks for them.
+    Reference kernels are used if the user requests them, and native kernels if the device has any. Otherwise, vLLM's
+    kernels are used if they run on the device or the user requests them.
     """
     requested = Options.from_vllm(vllm_config).weight_kernels
     if model.quantization != DEQUANTIZED:
@@ -114,13 +114,13 @@ def _stays_native(model: ModelConfig, requested: str | None, weights: Weights) -
 
 
 def _choose_vllms(vllm_config: VllmConfig, model: ModelConfig, requested: str | None, weights: Weights) -> None:
-    """Hand the model back to vLLM's own method for its format, or log why it is dequantized."""
+    """Return the model to vLLM's own method for its format, or log why it is dequantized."""
     method = method_of(described(model))
     is_target, quant_config = model is vllm_config.model_config, vllm_config.quant_config
     try:
         _leave_to_vllm(vllm_config, model)
         reason = None if requested == NATIVE else weights.missing_kernel(vllm_config, model)
-    # vLLM may reject the format or dtype, and a malformed description may cause other errors.
+    # vLLM may reject the format or dtype, and a malformed `quantization_config` may cause other errors.
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         reason = in_one_line(error)
         if requested == NATIVE:
@@ -162,7 +162,7 @@ def format_of(model: ModelConfig) -> CheckpointFormat:
 
 
 def format_if_read(model: ModelConfig) -> CheckpointFormat | None:
-    """Return the quantization format, or None if the checkpoint is unquantized or in a format that we do not read."""
+    """Return the quantization format, or None if the checkpoint is unquantized or has a format that we do not read."""
     try:
         return format_of(model) if described(model) else None
     except UnknownFormatError:
@@ -171,7 +171,7 @@ def format_if_read(model: ModelConfig) -> CheckpointFormat | None:
 
 
 def described(model: ModelConfig) -> dict[str, Any]:
-    """Return a checkpoint's `quantization_config`, which is empty if it has none."""
+    """Return a checkpoint's `quantization_config`, or an empty dictionary if it has none."""
     found: dict[str, Any] | None = model.model_arch_config.quantization_config
     return found or {}
 
@@ -179,7 +179,7 @@ def described(model: ModelConfig) -> dict[str, Any]:
 def read_weights(
     tensors: Iterable[tuple[str, torch.Tensor]], model: ModelConfig, loaded: nn.Module
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the weights for the model `loaded`, given the tensors in its files."""
+    """Return the weights for the model `loaded`, given the tensors in the model's files."""
     if model.quantization != DEQUANTIZED:
         format = format_if_read(model)
         return iter(tensors) if format is None else check_tensors(model.model, format, tensors)
@@ -198,7 +198,7 @@ def read_weights(
 def _forget_format(loaded: Any) -> None:
     """Remove the quantization settings from the configuration of vLLM's gpt-oss model.
 
-    The gpt-oss class reads files according to the configuration, not according to its layers' quantization method.
+    The gpt-oss class reads files depending on the configuration rather than on the quantization method of its layers.
     """
     if type(loaded).__name__ != "GptOssForCausalLM":
         return
@@ -210,7 +210,7 @@ def _forget_format(loaded: Any) -> None:
 
 
 def native_layers(model: nn.Module, format: CheckpointFormat) -> Callable[[str], bool]:
-    """Return a function that tells whether a layer, given its name in the checkpoint, stays quantized in `model`."""
+    """Return a function that returns whether the layer with a given checkpoint name stays quantized in `model`."""
     from vllm_gaudi_spec.quantization.native_linears import Fp8Linear, Uint4Linear
 
     modules, mapper = dict(model.named_modules()), getattr(model, "hf_to_vllm_mapper", None)
@@ -230,7 +230,7 @@ def native_layers(model: nn.Module, format: CheckpointFormat) -> Callable[[str],
         found = next((modules[name] for name in names if name in modules), None)
         if found is not None:
             return is_made_native(found)
-        # Models such as MTP heads rename layers while they load, so compare only the ends of layer names.
+        # Models such as MTP heads rename layers while loading, so compare only the ends of layer names.
         ends = tuple("." + ".".join(name.split(".")[-2:]) for name in names)
         alike = (module for other, module in modules.items() if other.endswith(ends))
         return format.may_be_native(layer) and all(map(is_made_native, alike))

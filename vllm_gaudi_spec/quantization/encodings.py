@@ -1,7 +1,7 @@
-"""Decodes quantized matrices from the tensors that a checkpoint stores in place of a weight.
+"""Decodes quantized matrices from the tensors that a checkpoint contains instead of a weight.
 
-Arithmetic uses torch operations in float32 on matrices with N outputs and K inputs. It also runs on meta tensors made
-from file headers, to detect mismatched tensors before any data is read.
+Decoding uses torch operations in float32 on matrices with N outputs and K inputs. It also works on meta tensors created
+from file headers, to detect invalid tensors before any data is read.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from vllm_gaudi_spec.config import OTHER_MODEL
 
 Parts = Mapping[str, torch.Tensor]
-"""Maps each tensor name suffix to the tensor."""
+"""Maps the suffix of each tensor's name to the tensor."""
 Read = TypeVar("Read")
 Block = tuple[int, int]
-"""How many rows and how many columns share a scale; -1 means all."""
+"""The number of rows and the number of columns that share a scale. -1 means all of them."""
 
 TENSOR, CHANNEL = (-1, -1), (1, -1)
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The position within a word at which AWQ stores each of eight columns."""
+"""The position in a word at which AWQ stores each of eight columns."""
 E4M3 = torch.finfo(torch.float8_e4m3fn).max
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -31,7 +31,7 @@ _OTHER_COPY = "take another copy of the model"
 
 
 class EncodingError(ValueError):
-    """Raised for tensors that do not fit their format. The message is a one-line reason."""
+    """Raised for tensors that are not valid in their format. The message is a reason in one line."""
 
     def __init__(self, reason: str, *, remedy: str = _OTHER_COPY) -> None:
         super().__init__(reason)
@@ -39,12 +39,12 @@ class EncodingError(ValueError):
 
     @property
     def is_damage(self) -> bool:
-        """Whether the tensors are unreadable for every reader, not only for ours."""
+        """Whether no reader, including vLLM, could read the tensors."""
         return self.remedy == _OTHER_COPY
 
 
 class Grouped(NamedTuple):
-    """A weight stored as unsigned integers. The inputs in each of G groups share scales and zero points."""
+    """A weight stored as unsigned integers. The inputs in each of the G groups share scales and zero points."""
 
     values_KN: torch.Tensor
     scales_GN: torch.Tensor
@@ -58,7 +58,7 @@ class Grouped(NamedTuple):
 
 
 class Words(NamedTuple):
-    """A weight packed as 4-bit integers: each of W int32 words holds eight outputs, starting at the lowest bits."""
+    """A weight packed as 4-bit integers. Each of W int32 words contains eight outputs, starting at the lowest bits."""
 
     weight_KW: torch.Tensor
     scales_GN: torch.Tensor
@@ -68,13 +68,13 @@ class Words(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
     parts: tuple[str, ...]
-    """The name suffixes of a weight's tensors. All of them are required."""
+    """The name suffixes of the tensors that represent a weight. All of them are required."""
     decode: Callable[[Parts], torch.Tensor]
     """Returns float32 [N, K], or bfloat16 [E, K, N] for stacked experts."""
     rows: Callable[[Parts], tuple[torch.Tensor, torch.Tensor]] | None = None
-    """Returns the weight as e4m3 values with one scale per row, [N, 1]. None for other encodings."""
+    """Returns the weight as e4m3 values with one scale per row, [N, 1]. None for encodings that do not allow this."""
     grouped: Callable[[Parts], Grouped] | None = None
-    """Returns the weight as integers in groups of `group_size` inputs. None for others and reordered groups."""
+    """Returns the weight as integers in groups of `group_size` inputs. None for others and for reordered groups."""
     group_size: int = 0
 
     def weight(self, parts: Parts) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Encoding:
             raise EncodingError(f"has no {missing[0]}")
         try:
             return read(parts)
-        except (RuntimeError, IndexError) as error:  # torch raises these if shapes or indices do not fit
+        except (RuntimeError, IndexError) as error:  # torch raises these if shapes or indices do not match
             raise EncodingError(f"has tensors that do not fit: {str(error).splitlines()[0]}") from error
 
 
@@ -107,7 +107,7 @@ def numbers(
     """Return the encoding for 8-bit values, which are e4m3 or integers.
 
     Args:
-        block: The rows and columns that share a scale, or None for one scale per matrix or per row.
+        block: The numbers of rows and columns that share a scale, or None for one scale per matrix or per row.
         scale: The name of the scale.
         integers: Whether the values are integers.
         zero_point: Whether there are zero points.
@@ -140,7 +140,7 @@ def numbers(
 
 
 def packed_integers(bits: int, block: Block, *, zero_point: bool, reordered: bool) -> Encoding:
-    """Return the encoding for compressed-tensors integers, packed into words by row.
+    """Return the encoding for integers in compressed-tensors, which are packed into words by row.
 
     If `reordered` is set, an additional tensor contains the group index of each column.
     """
@@ -159,7 +159,7 @@ def packed_integers(bits: int, block: Block, *, zero_point: bool, reordered: boo
             scales_NG = _spread(scales_NG, shape_NG, TENSOR if block == TENSOR else (1, 1)).expand(shape_NG)
         if zero_point:
             zeros_NG = _unpacked(_matrix(tensors["weight_zero_point"]), bits, dim=0)
-            zeros_NG = zeros_NG[:num_outputs]  # the last words may be only partly filled
+            zeros_NG = zeros_NG[:num_outputs]  # the last words may be only partly used
         else:
             zeros_NG = torch.full_like(scales_NG, 1 << (bits - 1), dtype=torch.int32)
         return Grouped(values_NK.t(), scales_NG.t(), zeros_NG.t(), groups_K)
@@ -174,7 +174,7 @@ def gptq(*, size: int | None, reordered: bool, zero_offset: int) -> Encoding:
     Args:
         size: The number of inputs per group, -1 for all inputs, or None if the format does not specify it.
         reordered: Whether an additional tensor contains the group index of each input.
-        zero_offset: The number to add to stored zero points.
+        zero_offset: The number that is added to stored zero points.
     """
 
     def read(tensors: Parts) -> Grouped:
@@ -224,7 +224,8 @@ def _integers(parts: tuple[str, ...], read: Callable[[Parts], Grouped], size: in
 def fp4(size: int, *, codes: str, whole: str | None = None, divides: bool = False) -> Encoding:
     """Return the encoding for e2m1 values, two per byte, with one scale per `size` values in a row.
 
-    `whole` names a scale for the whole tensor. Other scales are divided by it if `divides` is set, else multiplied.
+    `whole` names a scale for the whole tensor. The other scales are divided by this scale if `divides` is set, and
+    multiplied by it otherwise.
     """
 
     def decode(tensors: Parts) -> torch.Tensor:
@@ -240,9 +241,9 @@ def fp4(size: int, *, codes: str, whole: str | None = None, divides: bool = Fals
 
 
 def stacked_fp4() -> Encoding:
-    """Return the encoding for gpt-oss: all experts in a layer, in blocks of 32 e2m1 values with one exponent each.
+    """Return the encoding for gpt-oss: all experts of a layer, in blocks of 32 e2m1 values that share an exponent.
 
-    The bfloat16 model uses the transposed stack: [experts, inputs, outputs].
+    The bfloat16 model uses the transposed stack, [experts, inputs, outputs].
     """
 
     def decode(tensors: Parts) -> torch.Tensor:
@@ -252,8 +253,8 @@ def stacked_fp4() -> Encoding:
         _same(scales_ENG.shape, blocks_ENGH.shape[:-1])
         experts, outputs, groups, half = blocks_ENGH.shape
         shape = experts, groups * 2 * half, outputs
-        # This is exact in bfloat16. Experts are decoded one by one, because a layer's experts in float32 can take 8
-        # GiB.
+        # The conversion to bfloat16 is exact. Experts are decoded one by one, because in float32 the experts of a layer
+        # can take 8 GiB.
         weight_EKN = torch.empty(shape, dtype=torch.bfloat16, device=blocks_ENGH.device)
         for expert in range(experts):
             values_NK = _fp4_values(blocks_ENGH[expert].flatten(1))
@@ -268,7 +269,7 @@ def stacked_fp4() -> Encoding:
 
 
 def _scale(stored: torch.Tensor) -> torch.Tensor:
-    """Return scales as float32. Bytes are exponents of two (e8m0), and the highest exponent stands for NaN."""
+    """Return scales as float32. Byte scales are exponents of two (e8m0), of which the highest represents NaN."""
     if stored.dtype != torch.uint8:
         return stored.float()
     exponents = stored.float() - 127
@@ -276,14 +277,14 @@ def _scale(stored: torch.Tensor) -> torch.Tensor:
 
 
 def _fp4_values(bytes_NH: torch.Tensor) -> torch.Tensor:
-    """Return e2m1 values as float32 [N, 2 * H]. The lower half of each byte comes first."""
+    """Return e2m1 values as float32 [N, 2 * H]. The lower half of each byte is the first value."""
     low_high = torch.stack((bytes_NH & 15, bytes_NH >> 4), dim=-1).flatten(1).long()
     table = torch.tensor(FP4, device=bytes_NH.device)
     return torch.cat((table, -table))[low_high]
 
 
 def _spread(scale: torch.Tensor, shape: torch.Size, block: Block | None) -> torch.Tensor:
-    """Expand block scales so that they broadcast with a matrix of the given shape."""
+    """Expand block scales to broadcast with a matrix of the given shape."""
     if scale.numel() == 1 and block in (None, TENSOR):
         return scale.reshape(1, 1)
     sizes = [all_of if size < 0 else size for size, all_of in zip(block or CHANNEL, shape, strict=True)]
@@ -313,7 +314,7 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _groups_in_order(size: int | None, values_KN: torch.Tensor, scales_GN: torch.Tensor) -> torch.Tensor:
-    """Return the group index of each input, for groups that follow the input order."""
+    """Return each input's group index, for groups that follow the input order."""
     (num_inputs, num_outputs), num_groups = values_KN.shape, scales_GN.shape[0]
     if size is None:
         if num_groups == 0 or num_inputs % num_groups:
@@ -337,7 +338,7 @@ def _groups(indices: torch.Tensor, num_inputs: int, num_groups: int) -> torch.Te
 
 
 def _bits(words: int, values: int) -> int:
-    """Return the number of bits per integer, given the number of words and values."""
+    """Return the number of bits per integer, given the numbers of words and values."""
     in_word = values // words if words else 0
     if in_word not in (4, 8) or words * in_word != values:
         raise EncodingError(f"packs {values} values into {words} words; integers of 4 or 8 bits are known")
@@ -363,7 +364,7 @@ def _packed(values: torch.Tensor) -> torch.Tensor:
         raise EncodingError("has values or zero points beyond the 4 bits that config.json names")
     in_words = values.unflatten(1, (-1, 8))
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=values.device)
-    return (in_words << shifts).sum(-1, dtype=torch.int32)  # bits are distinct, so the sum is a bitwise or
+    return (in_words << shifts).sum(-1, dtype=torch.int32)  # the bits do not overlap, so the sum equals a bitwise or
 
 
 def _awq_columns(words: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,15 @@
-"""Reads measurement and scale files in the layout used by Intel Neural Compressor (INC), which `calibration/` writes.
+"""Reads measurement and scale files in the layout of Intel Neural Compressor (INC). `calibration/` writes these files.
 
-With P as QUANT_CONFIG's `dump_stats_path` and W ranks, a run has these files for each rank r:
+If P is `dump_stats_path` in QUANT_CONFIG and there are W ranks, these files exist for each rank r:
 
     P_hooks_maxabs_r_W.json, .npz            measurements: the largest |x| of each module's tensors
     P_hooks_maxabs_r_W_mod_list.json         the names of all measured modules
     P_hooks_maxabs_METHOD_r_W.json, .npz     the scales that `scale_method` METHOD derives from them
 
-The .json and .npz files hold the same values. INC reads the .npz, which contains a pickle. We read the .json and only
-check that the .npz is complete and harmless, because unpickling a file runs the code in it. INC reads only the key
-`Nodes`. We add keys for information that INC does not record: `Model` (a fingerprint), `Linears` (how weights are split
-among ranks), and, for scales, the `Device`.
+The .json and .npz files contain the same values. INC reads the .npz file, which contains a pickle. This module reads
+the .json file and only checks that the .npz file is complete and harmless, because unpickling a file runs the code in
+it. INC reads only the key `Nodes`. The additional keys contain information that INC does not record: `Model` (a
+fingerprint), `Linears` (how weights are sharded across ranks), and, for scales, the `Device`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from vllm_gaudi_spec.quantization.pickles import list_foreign_calls
 MEASURED = "DynamicRange"
 SCALED = "Scale"
 _LOOKED_AT = "_mod_list.json"
-# The users who measure and serve a model may differ, so everyone can read the files, regardless of the umask.
+# Measuring and serving may be done by different users, so everyone can read the files, regardless of the umask.
 _RIGHTS = 0o644
 _ARCHIVES = (b"PK\3\4", b"PK\5\6")
-"""The first bytes of files that numpy reads as archives."""
+"""The first bytes of files that NumPy reads as archives."""
 
 
 class QuantFilesError(ValueError):
@@ -43,16 +43,17 @@ class QuantFilesError(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive rows of a linear layer's weight that are split among ranks: q, k, v, gate, or up."""
+    """Consecutive rows of a linear layer's weight that are sharded across ranks: q, k, v, gate, or up."""
 
     rows: int
     heads: int = 0
-    """The number of heads, or 0 if rows may be split anywhere. With more ranks than heads, ranks hold copies."""
+    """The number of heads, or 0 if the rows may be split anywhere. If there are more ranks than heads, several ranks
+    have copies of a head."""
 
 
 @dataclass(frozen=True)
 class LinearShape:
-    """How a linear layer's weight, [rows, columns], is split among ranks. Sizes are totals across all ranks."""
+    """How the weight of a linear layer, [rows, columns], is sharded across ranks. Sizes are totals across all ranks."""
 
     axis: Literal["rows", "columns", "whole"]
     parts: tuple[Part, ...]
@@ -61,12 +62,13 @@ class LinearShape:
 
 @dataclass
 class Node:
-    """One module's values. Maxima are [1, 1] per tensor or [channels, 1] for a weight; scales are [] or [channels]."""
+    """The values of one module. Maxima have shape [1, 1] per tensor or [channels, 1] for a weight; scales have shape []
+    or [channels]."""
 
     inputs: list[np.ndarray]
     outputs: list[np.ndarray] = field(default_factory=list)
     params: dict[str, Any] = field(default_factory=dict)
-    """`weight`: an array, or for per-channel scales, {0: output scales, 1: input scales}."""
+    """`weight`: an array, or for scales per channel, {0: output scales, 1: input scales}."""
 
     def arrays(self) -> Iterator[np.ndarray]:
         yield from self.inputs
@@ -77,30 +79,28 @@ class Node:
 
 @dataclass
 class Record:
-    """The contents of one rank's files."""
-
     rank: int
     world: int
     mode: str
     nodes: dict[str, Node]
     looked_at: list[str] = field(default_factory=list)
-    """All measured modules. `nodes` contains only modules that received a value."""
+    """All measured modules. `nodes` contains only the modules that have received a value."""
     model: str = ""
     linears: dict[str, LinearShape] = field(default_factory=dict)
     device: str = ""
-    """For scales: the card for whose FP8 range they were computed, gaudi2 or gaudi3."""
+    """For scales, the card whose FP8 range they are for: gaudi2 or gaudi3."""
 
 
 # ---- names -------------------------------------------------------------------------------------------
 
 
 def stem(prefix: str | Path, rank: int, world: int, method: str = "") -> Path:
-    """Return the path, without its suffix, for measurements or for the scales from `method`."""
+    """Return the path without suffix of measurement files, or of scale files for `method`."""
     return Path(f"{prefix}_hooks_maxabs{'_' + method.upper() if method else ''}_{rank}_{world}")
 
 
 def find_ranks(prefix: str | Path, method: str = "") -> dict[int, set[int]]:
-    """Return the ranks that have a file, keyed by world size."""
+    """Return the ranks for which files exist, keyed by world size."""
     prefix = Path(prefix)
     named = re.escape(stem(prefix.name, 0, 1, method).name.removesuffix("_0_1"))
     found: dict[int, set[int]] = {}
@@ -114,7 +114,7 @@ def find_ranks(prefix: str | Path, method: str = "") -> dict[int, set[int]]:
 
 
 def read_world(prefix: str | Path, world: int | None = None, method: str = "") -> list[Record]:
-    """Read the files of all ranks, which must belong to one model. `world` may be omitted if it is unambiguous."""
+    """Read the files of all ranks, which must belong to the same model. `world` may be omitted if it is unambiguous."""
     what = "scale" if method else "measurement"
     found = find_ranks(prefix, method)
     if not found:
@@ -131,7 +131,7 @@ def read_world(prefix: str | Path, world: int | None = None, method: str = "") -
 
 
 def read(path: Path) -> Record:
-    """Read one rank's files, given their path without a suffix."""
+    """Read the files of one rank, given their path without suffix."""
     written = Path(f"{path}.json")
     for part in (written, Path(f"{path}.npz"), Path(f"{path}{_LOOKED_AT}")):
         _check_inside_folder(part)
@@ -202,7 +202,7 @@ def _array(values: Any) -> np.ndarray:
 
 
 def check_harmless(prefix: str | Path) -> None:
-    """Check all .npz files with a given prefix before INC reads them."""
+    """Check all .npz files with the given prefix before INC reads them."""
     prefix = Path(prefix)
     for path in sorted(prefix.parent.glob("*.npz")):
         if path.name.startswith(prefix.name):
@@ -216,10 +216,10 @@ def _check_inside_folder(path: Path) -> None:
 
 
 def _check_whole(path: Path) -> None:
-    """Check the zip archive's checksums, and check that its pickles make no calls, since INC will unpickle them."""
+    """Check a zip archive's checksums and that its pickles, which INC will load, call nothing unexpected."""
     try:
         with path.open("rb") as file:
-            # zipfile locates an archive from its end, even after other data. numpy checks the beginning.
+            # zipfile finds an archive from its end, even if other data precedes it, whereas NumPy checks the beginning.
             if file.read(4) not in _ARCHIVES:
                 raise zipfile.BadZipFile("it does not begin as an archive does")
             archive = zipfile.ZipFile(file)
@@ -243,12 +243,12 @@ def _check_whole(path: Path) -> None:
 
 
 def write_looked_at(path: Path, names: Sequence[str]) -> None:
-    """Write the list of a rank's measured modules. `path` is the path to the rank's files without a suffix."""
+    """Write the list of modules that a rank has measured. `path` is the path of the rank's files without suffix."""
     replace(Path(f"{path}{_LOOKED_AT}"), json.dumps(list(names), indent=4).encode())
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file atomically, creating its folder if it is missing. A link is replaced, not followed."""
+    """Write a file atomically, and create its folder if necessary. If it is a link, the link is replaced."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         cached_files.replace(path, content, _RIGHTS)

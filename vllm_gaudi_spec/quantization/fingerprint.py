@@ -1,4 +1,4 @@
-"""A fingerprint of a model's weights, to detect files that were measured on a different model."""
+"""A fingerprint of a model's weights, used to detect files that were measured on a different model."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import json
 from pathlib import Path
 
 _SAMPLE = 1 << 20
-# Fields that differ in a copy or another transformers version, although the weights are the same.
+# Fields that change when a model is copied or transformers is updated, although the weights are the same.
 _VOLATILE = ("_name_or_path", "transformers_version")
 
 
 def fingerprint(model: str) -> str:
-    """Return a hash of a model's configuration and of each weight file's size, beginning, and end.
+    """Return a hash of a model's configuration and of the size, beginning, and end of each weight file.
 
-    The hash is empty if the weights are neither in a folder nor downloaded.
+    The result is empty if the weights are neither in a local folder nor downloaded.
     """
     folder = find_model_folder(model)
     weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]) if folder is not None else []
@@ -35,7 +35,7 @@ def fingerprint(model: str) -> str:
 
 
 def find_model_folder(model: str) -> Path | None:
-    """Return the folder that contains a model's files or its Hugging Face Hub download, or None."""
+    """Return the folder with a model's files or with its download from the Hugging Face Hub, or None."""
     if (Path(model) / "config.json").is_file():
         return Path(model)
     from huggingface_hub import try_to_load_from_cache

@@ -1,4 +1,4 @@
-"""Quantized checkpoint formats: each layer's encoding, determined from `quantization_config`."""
+"""Quantized checkpoint formats, which determine each layer's encoding from `quantization_config`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vllm_gaudi_spec.quantization.encodings import (
 )
 
 FP8, UINT4 = "FP8", "4-bit integers"
-"""Formats in which linear layers can stay quantized."""
+"""Formats whose linear layers can stay quantized."""
 Described = Mapping[str, Any]
 """The `quantization_config` in config.json."""
 
@@ -36,31 +36,31 @@ class UnknownFormatError(ValueError):
 class CheckpointFormat:
     name: str
     default: Encoding | None
-    """The layers' encoding, or None if only layers in `by_layer` are quantized."""
+    """The encoding of all layers, or None if only the layers in `by_layer` are quantized."""
     by_layer: tuple[tuple[str, Encoding], ...] = ()
-    """Encodings, each with a layer name pattern. The first match applies."""
+    """Pairs of a pattern for layer names and an encoding. The first matching pattern applies."""
     ignored: tuple[str, ...] = ()
-    """Names of unquantized layers, or of modules that contain them. Patterns begin with `re:`."""
+    """Names of unquantized layers or of modules that contain them. Patterns start with `re:`."""
     unused: tuple[str, ...] = ()
-    """Name suffixes of tensors that belong to a weight but do not change it."""
+    """Name suffixes of tensors that belong to a weight but do not affect its value."""
     before_part: str = "."
     """The separator between a layer's name and the name of a weight part."""
     weight: str = ".weight"
-    """The suffix of a decoded weight's name."""
+    """The suffix of the name of a decoded weight."""
     native: str | None = None
-    """FP8 if linear layers multiply e4m3 weights by e4m3 inputs, UINT4 if they combine grouped 4-bit integers with
-    unrounded inputs, and None otherwise or if names do not distinguish these layers from others."""
+    """FP8 if linear layers multiply e4m3 weights by e4m3 inputs, UINT4 if they multiply grouped 4-bit integers by
+    unrounded inputs, and None otherwise, or if these layers cannot be distinguished by name."""
 
     def find_encoding(self, layer: str) -> Encoding | None:
         return next((encoding for pattern, encoding in self.by_layer if re.search(pattern, layer)), self.default)
 
     def may_be_native(self, layer: str) -> bool:
-        """Whether a layer can stay quantized, given its name in the checkpoint or in the model before merging."""
+        """Whether the layer with this name in the checkpoint, or in the unmerged model, can stay quantized."""
         is_linear = ".experts." not in layer and not layer.endswith(_NEVER_NATIVE)
         return is_linear and not any(re.search(_pattern(name), layer) for name in self.ignored)
 
 
-# Layers that latent attention absorbs, or that are not linear layers in vLLM.
+# Layers that latent attention absorbs, and layers that are not linear layers in vLLM.
 _NEVER_NATIVE = ("kv_b_proj", "lm_head", "embed_tokens")
 
 
@@ -79,7 +79,7 @@ def read_format(described: Described) -> CheckpointFormat:
 
 
 def method_of(described: Described) -> str:
-    """Return the quantization method. ModelOpt checkpoints may name only their producer."""
+    """Return the quantization method. Checkpoints from ModelOpt may name only the tool that produced them."""
     producer = described.get("producer")
     unnamed = "modelopt" if isinstance(producer, dict) and producer.get("name") == "modelopt" else "no known format"
     return str(described.get("quant_method") or unnamed).lower()
@@ -170,7 +170,7 @@ def _block(weights: Mapping[str, Any]) -> Block:
 
 
 def _size(written: Any) -> int:
-    """Return how many values share a scale; -1 means all."""
+    """Return the number of values that share a scale, or -1 for all values."""
     if (size := int(written)) < 1 and size != -1:
         raise UnknownFormatError(f"have scales of {size} numbers each, which is not possible")
     return size
@@ -186,7 +186,7 @@ def _fp8(described: Described) -> CheckpointFormat:
     return CheckpointFormat(name="fp8", default=whole, ignored=_names(ignored), native=FP8)
 
 
-# GPTQ does not name unquantized layers, and AWQ tools list expert routers by name suffix, if at all.
+# GPTQ does not list unquantized layers, and AWQ tools list expert routers by name suffix or not at all.
 _ROUTERS = (r"re:(^|\.)(\w+_)?(gate|router)$",)
 
 
@@ -197,11 +197,11 @@ def _gptq(described: Described) -> CheckpointFormat:
         raise UnknownFormatError(f"are in GPTQ's layout {described['checkpoint_format']}, which is not read")
     is_new = described.get("checkpoint_format") == "gptq_v2"
     if not described.get("sym", True) and not is_new:
-        # Zero points are stored minus 1, and tools store -1 in different ways.
+        # Zero points are stored minus 1, and tools differ in how they store -1.
         raise UnknownFormatError("have zero points in GPTQ's first layout, which programs write in different ways")
     reordered = bool(described.get("desc_act", False))
     encoding = gptq(size=_group_size(described), reordered=reordered, zero_offset=0 if is_new else 1)
-    # If these fields are set, some layers may use other bit widths or be unquantized.
+    # If one of these fields is set, some layers may be unquantized or use other bit widths.
     is_uniform = not described.get("modules_in_block_to_quantize") and not described.get("extra_config")
     is_uint4 = encoding.grouped is not None and int(described.get("bits", 4)) == 4 and is_uniform
     return CheckpointFormat(
@@ -274,5 +274,5 @@ _READERS: dict[str, Callable[[Described], CheckpointFormat]] = {
     "mxfp4": _mxfp4,
     "gpt_oss_mxfp4": _mxfp4,
 }
-"""Maps `quant_method`, as completed by vLLM, to the reader for its format."""
+"""Maps `quant_method`, as completed by vLLM, to the function that reads the format."""
 FORMATS = tuple(_READERS)

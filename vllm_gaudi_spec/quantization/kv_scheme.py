@@ -1,7 +1,7 @@
-"""Chooses the KV dtype based on the user's option, the checkpoints' schemes, and the device.
+"""Chooses the dtype of KV from the user's option, the schemes in checkpoints, and the device.
 
 The target and its drafter use the same dtype, because their layers share memory. vLLM applies a checkpoint's scheme
-while it creates the layers, after configurations are checked, so schemes are accepted or dropped here.
+while it creates layers, after configurations have been checked, so schemes are accepted or dropped here.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ logger = init_logger(__name__)
 # Other names for e4m3 in vLLM and vllm-gaudi.
 _E4M3_NAMES = ("fp8", "fp8_inc")
 _AUTO = "auto"
-# vLLM has no name for float32. If the checkpoint has a scheme, these values select the model's dtype.
+# vLLM has no name for float32. If the checkpoint has a scheme, these values select the model's dtype instead.
 _UNQUANTIZED = ("bfloat16", "float16")
 BY_HEAD = "attn_head"
-"""The strategy in compressed-tensors schemes that have one scale per head instead of one for all heads."""
+"""The strategy of compressed-tensors schemes that have one scale per head rather than one scale for all heads."""
 _STRATEGIES = ("tensor", BY_HEAD)
 _SET_ASIDE = "kv_cache_scheme_set_aside"
-"""Marks a configuration whose scheme is dropped although the checkpoint contains its scales and zero points."""
+"""Marks a configuration whose scheme is dropped even though the checkpoint contains its scales and zero points."""
 _OF_SCHEMES = re.compile(r"\.[qkv]_(?:scale|zero_point)$")
 
 
 def choose_kv_dtype(vllm_config: VllmConfig, model: ModelConfig, *, has_fp8: bool) -> None:
-    """Set the KV dtype before anything is loaded. Call this for the target first, and then for its drafter.
+    """Set the dtype of KV before anything is loaded. Call this function first for the target and then for its drafter.
 
     Args:
         has_fp8: Whether the device supports FP8 KV.
@@ -45,11 +45,11 @@ def choose_kv_dtype(vllm_config: VllmConfig, model: ModelConfig, *, has_fp8: boo
     if cache.cache_dtype in _E4M3_NAMES:
         cache.cache_dtype = FP8_KV
     elif cache.cache_dtype == dtype or (cache.cache_dtype in _UNQUANTIZED and _asks_for_quantized_kv(model)):
-        _set_aside(vllm_config, model)  # the user overrides the checkpoint
+        _set_aside(vllm_config, model)  # the user's option overrides the checkpoint's scheme
         cache.cache_dtype = _AUTO
     for written in _quantization_configs(model):
-        # For ModelOpt formats, vLLM has already set the dtype, and it is unknown whether the user set it too. For
-        # compressed-tensors, vLLM will take the dtype from the scheme.
+        # For ModelOpt formats, vLLM has already set the dtype, and whether the user also set it is unknown. For
+        # compressed-tensors, vLLM takes the dtype from the scheme later.
         taken = cache.cache_dtype != _AUTO and cache.cache_dtype == get_kv_cache_quant_algo_string(written)
         scheme = None if taken else written.get("kv_cache_scheme")
         is_supported = cache.cache_dtype == FP8_KV if taken else scheme is not None and _is_served(scheme, model)
@@ -82,23 +82,23 @@ def suggest_model_dtype(vllm_config: VllmConfig) -> str:
 
 
 def was_set_aside(model: ModelConfig) -> bool:
-    """Whether the checkpoint's scheme is dropped, so that its scales are not read."""
+    """Whether the checkpoint's scheme is dropped, in which case its scales are not read."""
     return any(written.get(_SET_ASIDE) for written in _quantization_configs(model))
 
 
 def drop_scales_set_aside(
     tensors: Iterable[tuple[str, torch.Tensor]], model: ModelConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return a model's tensors without the scales that belong to a dropped scheme.
+    """Return a model's tensors without scales that belong to a dropped scheme.
 
-    Layers may lack parameters with these shapes, or would use the scales for FP8 KV, for which they were not made.
+    Layers may have no parameters of these shapes, or would use the scales for FP8 KV, for which the scales are wrong.
     """
     drops = was_set_aside(model)
     return (pair for pair in tensors if not (drops and _OF_SCHEMES.search(pair[0])))
 
 
 def list_schemes(model: ModelConfig) -> list[dict[str, Any]]:
-    """Return the compressed-tensors schemes that were not dropped."""
+    """Return the compressed-tensors schemes that have not been dropped."""
     written = (written.get("kv_cache_scheme") for written in _quantization_configs(model))
     return [scheme for scheme in written if isinstance(scheme, dict) and "strategy" in scheme]
 
@@ -109,7 +109,7 @@ def _is_served(scheme: dict[str, Any], model: ModelConfig) -> bool:
         and scheme.get("type") == "float"
         and bool(scheme.get("symmetric"))
         and scheme.get("strategy") in _STRATEGIES
-        and not (model.use_mla and scheme["strategy"] == BY_HEAD)  # latent keys belong to no head
+        and not (model.use_mla and scheme["strategy"] == BY_HEAD)  # latent keys do not belong to heads
     )
 
 
@@ -129,7 +129,7 @@ def _asks_for_quantized_kv(model: ModelConfig) -> bool:
 
 
 def _quantization_configs(model: ModelConfig) -> Iterator[dict[str, Any]]:
-    """Yield a model's quantization configurations from every place where vLLM looks for them."""
+    """Yield a model's quantization configurations from all places in which vLLM looks for them."""
     described = (model.hf_config, model.hf_text_config)
     for config in described if described[0] is not described[1] else described[:1]:
         for name in ("quantization_config", "compression_config"):

@@ -1,7 +1,7 @@
 """FP8 modules with scales from a file: linear layers, attention's matmuls and softmax, and KV caches.
 
-They compute in the same way as Intel Neural Compressor's modules on Gaudi: operands are cast, results are scaled back
-in the model's dtype, and a bias is added afterwards. QUANT_CONFIG and --kv-cache-dtype use the same cache modules.
+These modules compute like Intel Neural Compressor's modules on a Gaudi: operands are cast, results are scaled back in
+the model's dtype, and a bias is added afterwards. QUANT_CONFIG and --kv-cache-dtype use the same modules for caches.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ KV_DTYPE = torch.float8_e4m3fn
 
 
 def kv_range(fp8_range: str | None) -> str:
-    """Return the card whose e4m3 range KV uses: the device's card, or a simulated Gaudi 3.
+    """Return the card whose e4m3 range is used for KV: the device's own, or a simulated Gaudi 3.
 
-    Checkpoint scales are made for the range of a Gaudi 3.
+    The scales in checkpoints are computed for the range of a Gaudi 3.
     """
     return fp8_range or GAUDI3
 
 
 class Cast(nn.Module):
-    """A module that casts to e4m3 with a scale and casts back."""
+    """A module that casts to e4m3 with a scale and then casts back."""
 
     scale: torch.Tensor
     inverse: torch.Tensor
@@ -48,7 +48,7 @@ class Cast(nn.Module):
 
 
 class CalibratedLinear(nn.Module):
-    """An FP8 `quant_method` that replaces its layer's own weight."""
+    """An FP8 `quant_method` that replaces the weight of its own layer."""
 
     weight_scale: torch.Tensor
 
@@ -60,7 +60,7 @@ class CalibratedLinear(nn.Module):
         weight_scale: torch.Tensor,
         arithmetic: Arithmetic,
     ) -> None:
-        """Take over an e4m3 weight with its scale, whose shape is [] or [N]."""
+        """Store an e4m3 weight and its scale, whose shape is [] or [N]."""
         super().__init__()
         self._arithmetic = arithmetic
         self.input = Cast(input_scale, arithmetic)
@@ -98,7 +98,7 @@ class Fp8Softmax(Softmax):
 
 class Fp8Cache(VLLMKVCache):
     def __init__(self, scale: torch.Tensor, arithmetic: Arithmetic, dtype: torch.dtype) -> None:
-        """Cast with `scale`, whose shape is [] or [heads, 1], and return blocks in the model's dtype, `dtype`."""
+        """Cast with `scale`, whose shape is [] or [heads, 1], and return blocks in `dtype`, which is the model's."""
         super().__init__()
         self.input = Cast(scale, arithmetic)
         self._dtype = dtype

@@ -1,6 +1,6 @@
-"""The `dequantized` quantization method for vLLM, whose layers match those in an unquantized model.
+"""The quantization method `dequantized` for vLLM, whose layers match those of an unquantized model.
 
-While vLLM creates the configuration, it asks this method first about every checkpoint with a `quantization_config`.
+For every checkpoint with a `quantization_config`, vLLM asks this method first while it creates the configuration.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.upstream.models import WeightsMapper
     from vllm_gaudi_spec.upstream.quantization import QuantizeMethodBase
 
-# Other names that vLLM uses for formats, including variants that it distinguishes.
+# vLLM's other names for these formats, including variants that it distinguishes.
 _MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_mxfp8")
 _VLLMS_NAMES = {
     "awq": ("auto_awq",),
@@ -36,20 +36,20 @@ _VLLMS_NAMES = {
 def _rename(name: str, renaming: WeightsMapper) -> str:
     if name.startswith("re:"):
         return name
-    # Map it as a tensor name, because a mapper's prefixes end in dots.
+    # Map it as the name of a tensor, because the prefixes in a mapper end with dots.
     return str(renaming.map_name(f"{name}.weight")).removesuffix(".weight")
 
 
 @register_quantization_config(DEQUANTIZED)
 class DequantizedConfig(QuantizationConfig):
     def __init__(self, written: dict[str, Any] | None = None) -> None:
-        """Keep the checkpoint's `quantization_config`."""
+        """Store the checkpoint's `quantization_config`."""
         super().__init__()
         self._written = written or {}
         self._renamings: list[WeightsMapper] = []
         # vLLM reads this attribute.
         self.kv_cache_scheme = self._written.get("kv_cache_scheme")
-        # vLLM sets this for the whole model, to split heads among ranks.
+        # vLLM sets this attribute for the whole model in order to split heads among ranks.
         self.total_num_heads = self._written.get("total_num_heads")
         self.total_num_kv_heads = self._written.get("total_num_kv_heads")
         self._has_scales_by_head = (self.kv_cache_scheme or {}).get("strategy") == BY_HEAD
@@ -81,23 +81,23 @@ class DequantizedConfig(QuantizationConfig):
         if is_left_to_vllm() or (method := method_of(hf_quant_cfg)) not in FORMATS:
             return None
         if user_quant not in (None, DEQUANTIZED, method, *_VLLMS_NAMES.get(method, ())):
-            return None  # vLLM accepts or rejects it
-        return DEQUANTIZED  # unreadable variants are rejected later, with the reason
+            return None  # let vLLM accept or reject it
+        return DEQUANTIZED  # unreadable variants are rejected later, with a reason
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
-        # config.json uses the names in the files, but vLLM asks about layers by their names in the model.
+        # config.json contains the names used in the files, but vLLM asks for layers by their names in the model.
         self._renamings.append(hf_to_vllm_mapper)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        # Import this late: general plugins are loaded in processes that need no layers.
+        # Import this late, because general plugins are also loaded in processes that do not need layers.
         from vllm_gaudi_spec.upstream.layers import Attention, LinearBase, MLAAttention, UnquantizedLinearMethod
 
         if isinstance(layer, LinearBase):
             return self._native_linear(prefix) or UnquantizedLinearMethod()
         if isinstance(layer, Attention | MLAAttention):
-            # This method reads KV scales; per-head scales are split among tensor-parallel ranks.
+            # This method reads KV scales, and per-head scales are sharded across tensor-parallel ranks.
             return make_kv_cache_method(self, has_scales_by_head=self._has_scales_by_head)
-        return None  # vLLM's default for unquantized experts and embeddings
+        return None  # vLLM's default method for unquantized experts and embeddings
 
     def _native_linear(self, prefix: str) -> QuantizeMethodBase | None:
         from vllm.config import get_current_vllm_config
@@ -118,7 +118,7 @@ class DequantizedConfig(QuantizationConfig):
             assert format.default is not None
             return Uint4Linear(convert=weights.from_uint4, group_size=format.default.group_size, prefix=prefix)
         assert weights.fp8_arithmetic is not None
-        assert weights.fp8_range is not None  # a device with FP8 matmuls has a range
+        assert weights.fp8_range is not None  # every device with FP8 matmuls has a range
         largest = E4M3_MAX[weights.fp8_range]
         return Fp8Linear(arithmetic=weights.fp8_arithmetic, largest=largest, prefix=prefix)
 

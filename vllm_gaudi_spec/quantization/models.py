@@ -1,4 +1,4 @@
-"""Measures or quantizes loaded models, for QUANT_CONFIG, the drafter's counterpart, and --kv-cache-dtype fp8."""
+"""Measures or quantizes loaded models, for QUANT_CONFIG, the drafter's file, and --kv-cache-dtype fp8."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The quantization of a model that is about to be loaded."""
+    """The quantization settings of a model that is about to be loaded."""
 
     quant_config: QuantConfig
     model: str
     shared_with: nn.Module | None = None
-    """A model with which this one may share modules."""
+    """A model whose modules this model may share."""
 
     @classmethod
     def of_target(cls, vllm_config: VllmConfig) -> Quantization | None:
@@ -76,9 +76,9 @@ class Quantization:
 
 
 def _latent(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield latent attention's modules, which are never measured or quantized.
+    """Yield the modules of latent attention, which are never measured or quantized.
 
-    Latent attention caches a single vector for key and value and absorbs the weight of `kv_b_proj`.
+    Latent attention caches one vector for both key and value and absorbs the weight of `kv_b_proj`.
     """
     for module in model.modules():
         if isinstance(module, MLAAttention):
@@ -87,20 +87,20 @@ def _latent(model: nn.Module) -> Iterator[nn.Module]:
 
 
 _GAUDI2_FACTOR = 2.0
-"""Checkpoint scales assume e4m3 values up to 448, but the maximum on a Gaudi 2 is 240. Doubling the scale preserves
-larger values, as for weights (quirk Q02), and costs values below 1/32 of the scale one bit of precision. A scale of 1
-is not doubled, because it was not derived from measured values."""
+"""Scales in checkpoints assume e4m3 values up to 448, but the maximum on a Gaudi 2 is 240. Doubling a scale preserves
+larger values, as for weights (quirk Q02), and takes one bit of precision from values below 1/32 of the scale. A scale
+of 1 is not doubled, because it does not come from measured values."""
 
 
 def quantize_kv(vllm_config: VllmConfig, backend: DeviceBackend, model: str, others: Collection[str]) -> None:
-    """Quantize the KV of the most recently loaded layers for --kv-cache-dtype fp8, using the checkpoint's scales.
+    """Quantize the KV of the layers loaded last for --kv-cache-dtype fp8, using the checkpoint's scales.
 
-    Keys and values are cast to e4m3 when written and scaled back when read, by the same modules that QUANT_CONFIG uses.
-    Layers whose caches QUANT_CONFIG has quantized keep those caches.
+    Keys and values are cast to e4m3 when they are written and scaled back when they are read, by the same modules that
+    QUANT_CONFIG uses. Layers whose caches are already quantized by QUANT_CONFIG keep those caches.
 
     Args:
-        model: The model's name, for messages.
-        others: The names of layers that were loaded before.
+        model: The model's name, for use in messages.
+        others: The names of layers that were loaded earlier.
     """
     if vllm_config.cache_config.cache_dtype != FP8_KV:
         return
@@ -119,7 +119,7 @@ def quantize_kv(vllm_config: VllmConfig, backend: DeviceBackend, model: str, oth
     for name, layer in layers.items():
         if layer.impl.kv_dtype is not None:
             continue
-        # A layer that reads another layer's KV uses the scales with which that KV was written.
+        # A layer that reads the KV of another layer uses the scales with which that KV was written.
         owner = getattr(layer, "kv_sharing_target_layer_name", None) or name
         k_scale, v_scale = (_scale(every[owner], owner, which, remedy) for which in ("k_scale", "v_scale"))
         unscaled += bool((k_scale == 1).all() or (v_scale == 1).all())
@@ -138,7 +138,7 @@ def quantize_kv(vllm_config: VllmConfig, backend: DeviceBackend, model: str, oth
 
 
 def _scale(layer: Any, name: str, which: str, remedy: str) -> torch.Tensor:
-    """Return a scale that vLLM has loaded, as float32 [] or [heads, 1]."""
+    """Return a scale that vLLM has loaded, as float32 of shape [] or [heads, 1]."""
     scale: torch.Tensor = getattr(layer, f"_{which}").detach().float().cpu()
     if not (scale.isfinite() & (scale > 0)).all():
         raise UnsupportedConfigError(

@@ -1,4 +1,4 @@
-"""Linear methods for layers whose weights stay quantized as in the checkpoint."""
+"""Linear methods for layers whose weights stay quantized, as in the checkpoint."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from vllm_gaudi_spec.upstream.layers import (
     replace_parameter,
 )
 
-# Added to scales because a padding row is all zeros: 0 / 0 would be NaN.
+# Added to scales because a padding row contains only zeros, and 0 / 0 would be NaN.
 _SMALLEST = 1e-8
-_NOT_LOADED = torch.finfo(torch.float32).min  # vLLM's initial scale value
+_NOT_LOADED = torch.finfo(torch.float32).min  # vLLM's initial value for scales
 _IN_WORD = 8
 _ROWS_AT_ONCE = 4096
-"""Number of rows quantized together, which limits the float32 copies of a large matrix in host memory."""
+"""Number of rows to quantize at a time, which limits the float32 copies of a large matrix in host memory."""
 
 
 class Fp8Linear(LinearMethodBase):
-    """A linear method for e4m3 weights with one scale per row. Inputs are rounded to e4m3 with a scale per token."""
+    """A linear method for e4m3 weights with one scale per row. Inputs are rounded to e4m3 with one scale per token."""
 
     def __init__(self, *, arithmetic: Callable[[float], Arithmetic], largest: float, prefix: str) -> None:
-        """Use arithmetic with e4m3 values up to `largest`, the device's maximum."""
+        """Initialize the method for e4m3 values up to `largest`, the device's maximum."""
         self._arithmetic, self._largest, self._prefix = arithmetic(largest), largest, prefix
 
     def create_weights(
@@ -55,12 +55,12 @@ class Fp8Linear(LinearMethodBase):
         layer.register_parameter("weight_scale", scale)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        # This runs on the host, where e4m3 values beyond the card's range are still finite (quirk Q03).
+        # This runs on the host, where e4m3 values outside the card's range are still finite (quirk Q03).
         weight_NK, scale_N = layer.weight.data, layer.weight_scale.data.squeeze(1)
         if bool((scale_N == _NOT_LOADED).any()):
             raise RuntimeError(f"{self._prefix} is kept in FP8, but its checkpoint has no such weight for it.")
         if self._largest < E4M3:
-            # Half of the largest value fits in the range. Halving may round values below 2**-5, so it applies only to
+            # Half of the largest value is in the range. Halving may round values below 2**-5, so it is applied only to
             # rows that need it (quirk Q02).
             factor_N = 1.0 + (weight_NK.float().abs().amax(1) > self._largest)
             weight_NK, scale_N = (weight_NK.float() / factor_N[:, None]).to(torch.float8_e4m3fn), scale_N * factor_N
@@ -89,7 +89,7 @@ class Fp8Linear(LinearMethodBase):
 
 
 class Uint4Linear(LinearMethodBase):
-    """A linear method for weights stored as 4-bit integers, which a device operator converts at each step."""
+    """A linear method for weights in 4-bit integers, which an operator of the device converts at each step."""
 
     def __init__(self, *, convert: Callable[[Words, torch.dtype], torch.Tensor], group_size: int, prefix: str) -> None:
         """Convert weights with `convert`. `group_size` is the number of inputs that share a scale."""
@@ -107,7 +107,7 @@ class Uint4Linear(LinearMethodBase):
     ) -> None:
         num_inputs, num_outputs = input_size_per_partition, sum(output_partition_sizes)
         if num_inputs % self._group_size or any(size % _IN_WORD for size in output_partition_sizes):
-            # This rank's shard begins or ends inside a group or word. With this method, the reader dequantizes it.
+            # This rank's shard begins or ends inside a group or word. With this method, it is dequantized.
             layer.quant_method = UnquantizedLinearMethod()
             layer.quant_method.create_weights(
                 layer,

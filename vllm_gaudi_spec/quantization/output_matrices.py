@@ -16,7 +16,7 @@ class Fp8Copy(nn.Module):
 
     def __init__(self, matrix: Any, method: Fp8Linear) -> None:
         super().__init__()
-        self._original = (matrix,)  # not a submodule of the copy
+        self._original = (matrix,)  # in a tuple, so that it is not a submodule of the copy
         self.quant_method, self.tp_size = method, matrix.tp_size
         parts = [part.to(matrix.weight.device) for part in method.quantize(matrix.weight.data)]
         self.weight, self.weight_scale = (nn.Parameter(part, requires_grad=False) for part in parts)
@@ -29,7 +29,7 @@ class Fp8Copy(nn.Module):
 
 
 def quantize_output_matrices(model: Any, weights: Any, name: str) -> None:
-    """Compute a drafter's logits from FP8 copies of its output matrices, which may belong to its target."""
+    """Make a drafter compute logits from FP8 copies of its output matrices, which may belong to its target."""
     modules = model.named_modules(remove_duplicate=False)
     matrices = {one for path, one in modules if path.endswith("head") and isinstance(one, VocabParallelEmbedding)}
     if not matrices or any(matrix.weight.dim() != 2 or matrix.weight.itemsize == 1 for matrix in matrices):
@@ -39,6 +39,6 @@ def quantize_output_matrices(model: Any, weights: Any, name: str) -> None:
     method = Fp8Linear(arithmetic=weights.fp8_logits, largest=E4M3_MAX[weights.fp8_range], prefix="lm_head")
     copies = {matrix: Fp8Copy(matrix, method) for matrix in matrices}
     for module in model.modules():
-        if isinstance(module, LogitsProcessor):  # may also multiply other matrices, such as DSpark's bias
+        if isinstance(module, LogitsProcessor):  # other matrices, such as DSpark's bias, may also be passed here
             module.register_forward_pre_hook(lambda _, args: (copies.get(args[0], args[0]), *args[1:]))
     model.fp8_output_matrices = nn.ModuleList(copies.values())

@@ -1,7 +1,7 @@
-"""Finds the calls that unpickling would make, without unpickling.
+"""Finds the calls that unpickling a file would make, without unpickling it.
 
-Intel Neural Compressor (INC) keeps measurements and scales in .npz files with a pickled dictionary, which it unpickles
-on Gaudi. We never unpickle these files, and we check them before INC reads them.
+Intel Neural Compressor (INC) stores measurements and scales as a pickled dictionary in .npz files, which it unpickles
+on a Gaudi. This plugin never unpickles these files, and it checks them before INC reads them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import IO, cast
 import numpy as np
 from numpy.lib import format as npy
 
-# Calls that an object array needs, in all formats that numpy writes.
+# Calls that are needed for an object array, in every format that NumPy writes.
 _OF_ARRAYS = {
     *(
         f"{module}.{name}"
@@ -26,13 +26,13 @@ _TEXTS = {"UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 _STORES = {"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"}
 _FETCHES = {"GET", "BINGET", "LONG_BINGET"}
 _NAMES = {"GLOBAL", "INST"}
-# Objects that the unpickling program would provide.
+# Objects that would be provided by the program that unpickles the file.
 _OUTSIDE = {"EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID"}
 _MARKS = {"PROTO", "FRAME"}
 
 
 def list_foreign_calls(member: IO[bytes]) -> Iterator[str]:
-    """Yield the imports and calls in an .npy file's pickle that an array does not need.
+    """Yield the imports and calls in an .npy file's pickle that are not needed for an array.
 
     Raises:
         ValueError: The file is not an .npy file.
@@ -45,7 +45,7 @@ def list_foreign_calls(member: IO[bytes]) -> Iterator[str]:
 
 
 def list_calls(pickled: bytes) -> Iterator[str]:
-    """Yield the dotted names of the calls. If a name is computed, yield text that is not a valid name."""
+    """Yield the dotted names of all calls. If a name is computed, the result is a text that is not a valid name."""
     texts: list[object] = []  # the strings on top of the stack
     memo: dict[int, object] = {}
     for operation, argument, _ in pickletools.genops(pickled):

@@ -1,4 +1,4 @@
-"""Quantizes models without Intel Neural Compressor (INC), on the CPU and the emulated Gaudi.
+"""Quantizes models without Intel Neural Compressor (INC), on the CPU and on the emulated Gaudi.
 
 It selects the same modules as INC, by name and class, and uses the same files. `calibration/` measures the modules.
 """
@@ -41,12 +41,12 @@ LINEARS = (
 )
 MATMUL, SOFTMAX, CACHE = "Matmul", "Softmax", "VLLMKVCache"
 CACHE_OF = {"matmul_qk": "k_cache", "matmul_av": "v_cache"}
-"""The cache that provides a matmul's second operand."""
+"""Maps each matmul to the cache that provides its second operand."""
 
 
 Measure = Callable[[nn.Module, QuantConfig, LoadContext], Measuring]
 measure: Measure | None = None
-"""Measures a model; `calibration/` sets this in its engine's worker processes."""
+"""Function that measures a model, which `calibration/` sets in the worker processes of its engine."""
 
 
 class Found(NamedTuple):
@@ -62,7 +62,7 @@ class Found(NamedTuple):
 
 
 def find_modules(model: nn.Module, quant_config: QuantConfig, apart: Collection[nn.Module] = ()) -> Iterator[Found]:
-    """Yield the modules in a model that INC would select, except those in `apart`."""
+    """Yield the modules of a model that INC would select, except those in `apart`."""
     for name, module in list(model.named_modules()):
         kind = type(module).__name__
         if kind in (*LINEARS, MATMUL, SOFTMAX, CACHE) and quant_config.takes(name, kind) and module not in apart:
@@ -72,7 +72,7 @@ def find_modules(model: nn.Module, quant_config: QuantConfig, apart: Collection[
 def apply(
     model: nn.Module, quant_config: QuantConfig, load_context: LoadContext, arithmetic: Callable[[float], Arithmetic]
 ) -> Measuring | None:
-    """Implement `Weights.quantize`. `arithmetic` takes the largest e4m3 number."""
+    """Implement `Weights.quantize`. The argument of `arithmetic` is the maximum e4m3 value."""
     try:
         if quant_config.measures:
             if measure is None:
@@ -90,7 +90,7 @@ def quantize(
     load_context: LoadContext,
     arithmetic: Callable[[float], Arithmetic],
 ) -> None:
-    """Replace a model's modules with FP8 modules that use the scales in its files."""
+    """Replace modules of a model with FP8 modules that use the scales in the model's files."""
     prefix = quant_config.dump_stats_path
     record = files.read_world(prefix, load_context.world, quant_config.scale_method)[load_context.rank]
     loaded = fingerprint(load_context.model) if record.model else ""
@@ -126,7 +126,7 @@ def quantize(
 
 
 class _WrongScales(Exception):
-    """Raised for scales that do not fit a module."""
+    """Raised for scales that do not match a module."""
 
 
 def _check_scales_exist(quant_config: QuantConfig, chosen: list[Found], scales: dict[str, files.Node]) -> None:
@@ -183,7 +183,6 @@ def _weight_scale(node: files.Node, num_outputs: int) -> torch.Tensor:
 
 
 def _tensor(values: np.ndarray) -> torch.Tensor:
-    """Return the scale for a whole tensor."""
     if values.size != 1 or not (values > 0).all():
         raise _WrongScales
     return torch.tensor(float(values.reshape(-1)[0]), dtype=torch.float32)

@@ -1,1 +1,1 @@
-"""Layers with a recurrent state: vLLM's layers, the state that they keep, and how it follows the target."""
+"""Layers with a recurrent state: vLLM's layers, their states, and how these states follow the target."""

@@ -1,7 +1,7 @@
-"""vLLM's recurrent layers with our recurrences. Importing this module registers them.
+"""vLLM's recurrent layers with our implementation of their recurrences. Importing this module registers the layers.
 
-Parameters, their loading, projections, and norms come from vLLM. `LayerState.follow` replaces the Triton, CUDA, or C++
-kernels between them. Letters as in `scans.py`; D key heads, S Mamba state size.
+Parameters, weight loading, projections, and norms come from vLLM. `LayerState.follow` replaces the Triton, CUDA, or C++
+kernels between projections. Letters are the same as in `scans.py`; D: key heads; S: Mamba state size.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class RecurrentLayer:
     def recur(
         self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor | None, is_real_BQ: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the layer's `Recurrence`. This is never called for a layer without a state."""
+        """Compute the layer's recurrence (`Recurrence`). This method is never called for a layer without a state."""
         raise NotImplementedError
 
     def follow(self, inputs_TC: torch.Tensor, gates_TG: torch.Tensor | None, conv: Any) -> torch.Tensor:
-        """Return the outputs [T, ...] for the tokens in a forward pass.
+        """Return outputs [T, ...] for the tokens of a forward pass.
 
-        `conv` is the vLLM module that holds the convolution's parameters.
+        `conv` is the vLLM module with the parameters of the convolution.
         """
         call: StateCall = get_forward_context().attn_metadata[self.prefix]
         inputs_BQC = call.unflatten(inputs_TC)
@@ -59,7 +59,7 @@ def _zero_padding(tensor: torch.Tensor, is_real_BQ: torch.Tensor) -> torch.Tenso
 
 
 def _split_heads(tensor: torch.Tensor, groups: int, num_heads: int) -> torch.Tensor:
-    """Reshape [B, Q, groups * size] to [B, Q, H, size], where each group serves several heads."""
+    """Reshape [B, Q, groups * size] to [B, Q, H, size], where each group is used for several heads."""
     tensor = tensor.unflatten(-1, (groups, 1, -1))
     return tensor.expand(*tensor.shape[:-2], num_heads // groups, -1).flatten(2, 3)
 
@@ -80,7 +80,7 @@ class DeltaNet(RecurrentLayer):
     dt_bias: torch.Tensor
     get_state_dtype: Callable[[], tuple[torch.dtype, ...]]
     allow_neg_eigval = False
-    """Whether beta can be as large as 2, so that an update can flip the sign of the value that a key reads."""
+    """Whether beta may be as large as 2, so that an update can change the sign of the value that a key reads."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()
@@ -116,7 +116,7 @@ class DeltaNet(RecurrentLayer):
         )
 
 
-# Register it under the class that vLLM's models instantiate.
+# Register the layer under the class that vLLM's models instantiate.
 @QwenGatedDeltaNetAttention.register_oot
 class GatedDeltaNet(DeltaNet, QwenGatedDeltaNetAttention):
     """The layer in Qwen3-Next and in Qwen3.5's text model."""
@@ -164,7 +164,7 @@ class KimiDeltaAttention(RecurrentLayer, KimiGatedDeltaNetAttention):
         )
 
     def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Ignore `positions`, which `RecurrentStates` tracks."""
+        """Ignore `positions`, because `RecurrentStates` tracks them."""
         sizes = [3 * self.local_projection_size, self.local_num_heads, self.head_dim]
         qkv, beta, decay = self.in_proj_qkvgfab(hidden_states)[0].split(sizes, dim=-1)
         gates = torch.cat((beta, self.f_b_proj(decay)[0]), dim=-1)
@@ -195,7 +195,7 @@ class KimiDeltaAttention(RecurrentLayer, KimiGatedDeltaNetAttention):
 
 
 def _normalize(tensor: torch.Tensor) -> torch.Tensor:
-    """Normalize to unit length in the same way as the kernels with which the models were trained."""
+    """Normalize to unit length in the same way as the kernels that were used to train the models."""
     return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6)
 
 
@@ -243,7 +243,7 @@ class Mamba2(RecurrentLayer, MambaMixer2):
 
 @MambaMixer.register_oot
 class Mamba1(RecurrentLayer, MambaMixer):
-    """The layer in Jamba and other Mamba 1 models, which computes gates from the convolution's outputs."""
+    """The layer in Jamba and other Mamba 1 models, which computes gates from the outputs of the convolution."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()

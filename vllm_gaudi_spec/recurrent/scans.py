@@ -1,4 +1,4 @@
-"""Recurrences over padded batches, in torch operations with static shapes. No loop length depends on tensor values.
+"""Recurrences over padded batches, using torch operations with static shapes. Loop lengths do not depend on values.
 
 B  rows      Q  positions         C  convolution channels   W  convolution taps     L  positions per chunk
 H  heads     K  key size          V  value size             G  gates per token      N  chunks
@@ -13,15 +13,15 @@ import torch
 from torch.nn import functional as F
 
 _CHUNK = 64
-"""The maximum number of positions computed at once, with matrices of this size. It must be a power of two."""
+"""The maximum number of positions computed at once, in matrices of this size. It must be a power of two."""
 
 
 def convolve(
     history_BWC: torch.Tensor, inputs_BQC: torch.Tensor, weight_CW: torch.Tensor, bias_C: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return each channel's causal convolution, float32 [B, Q, C].
+    """Return the causal convolution of each channel, float32 [B, Q, C].
 
-    `history_BWC` contains the W - 1 inputs before the first one.
+    `history_BWC` contains the W - 1 inputs that precede the first input.
     """
     num_queries = inputs_BQC.shape[1]
     inputs = torch.cat((history_BWC, inputs_BQC), dim=1).float()
@@ -42,10 +42,10 @@ def scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what each position reads from the state, [B, Q, H, V], and the state after the last position, in float32.
 
-    At each position, the state is multiplied by exp(decay), then the outer product of key and value is added, and then
-    the query reads the state. D is 1, or K if each key component has its own decay. With `beta`, the delta rule adds,
-    in place of the value, beta times the difference between the value and what the key reads. A position with decay 0
-    leaves the state unchanged if its value, or its beta, is 0.
+    At each position, the state is multiplied by exp(decay), the outer product of key and value is added, and the query
+    reads the state. D is 1, or K if each component of a key has its own decay. With `beta` (the delta rule), the value
+    is replaced by beta times the difference between the value and what the key reads. A position with decay 0 and value
+    (or beta) 0 leaves the state unchanged.
     """
     num_queries = query_BQHK.shape[1]
     length = min(_CHUNK, 1 << (num_queries - 1).bit_length())
@@ -54,19 +54,19 @@ def scan(
     def chunked(tensor: torch.Tensor) -> torch.Tensor:
         """Reshape to [B, N, H, L, ...].
 
-        This copies, because a compiler may assume wrong strides for a transposed tensor.
+        The result is a copy, because a compiler may assume wrong strides for a transposed tensor.
         """
         padded = F.pad(tensor, (*[0, 0] * (tensor.dim() - 2), 0, missing)) if missing else tensor
         return padded.unflatten(1, (-1, length)).transpose(2, 3).contiguous()
 
     query, key, value = chunked(query_BQHK), chunked(key_BQHK), chunked(value_BQHV)
     since_BNHLD = chunked(decay_BQHD).cumsum(-2)
-    """The cumulative decay since the chunk began."""
+    """The cumulative decay since the start of the chunk."""
     products = _decay_per_head(since_BNHLD) if since_BNHLD.shape[-1] == 1 else _decay_per_number(since_BNHLD)
     kept_BNHLD = since_BNHLD.exp()
     read = None
     if beta_BQH is not None:
-        # Within a chunk, each value depends on earlier ones: solve the triangular system for all values at once.
+        # In a chunk, each value depends on earlier ones, so solve the triangular system for all values at once.
         beta_BNHL1 = chunked(beta_BQH).unsqueeze(-1)
         scaled = key * beta_BNHL1
         solved = _invert_unit_triangular(products(scaled, key).tril(-1))
@@ -88,8 +88,8 @@ def scan(
 
 
 Products = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Computes the dot product of each position in the first tensor with each earlier or equal one in the second, times the
-decay between them. Later positions give 0. Maps two tensors [B, N, H, L, K] to [B, N, H, L, L]."""
+"""Computes the dot product of each position in the first tensor with each position up to it in the second, times the
+decay between both. The result is 0 for later positions. Maps two tensors [B, N, H, L, K] to [B, N, H, L, L]."""
 
 
 def _decay_per_head(since_BNHL1: torch.Tensor) -> Products:
@@ -101,11 +101,11 @@ def _decay_per_head(since_BNHL1: torch.Tensor) -> Products:
 
 
 def _decay_per_number(since_BNHLK: torch.Tensor) -> Products:
-    """Return `Products` with a separate decay for each key component.
+    """Return `Products` with a separate decay for each component of the key.
 
-    Storing L x L x K decays would take too much memory, and exp(since) times exp(-since) would overflow. Therefore,
-    pairs of diagonal blocks are merged into larger ones. The off-diagonal block in each pair splits its decays at the
-    end of the pair's first block.
+    Storing L x L x K decays would take too much memory, and exp(since) times exp(-since) would overflow. Instead, pairs
+    of diagonal blocks are merged into larger blocks. In the off-diagonal block of each pair, decays are split at the
+    end of the first diagonal block.
     """
 
     def products(left_BNHLK: torch.Tensor, right_BNHLK: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ def _join_blocks(first: torch.Tensor, below: torch.Tensor, second: torch.Tensor)
 
 
 _SHORT_CHUNK = 16
-"""The same limit for recurrences that need C x K elements per position and row."""
+"""The same limit for recurrences that need C x K elements for each position and row."""
 
 
 def scan_each(
@@ -144,10 +144,10 @@ def scan_each(
     rate_CK: torch.Tensor,
     state_BCK: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what each position reads, [B, Q, C], and the state after the last position, in float32.
+    """Return the value that each position reads, [B, Q, C], and the state after the last position, in float32.
 
-    Each state component has its own decay: at each position, it is multiplied by exp(step x rate), then step x value x
-    key is added, and then the query reads it. A position with step 0 leaves the state unchanged.
+    Each component of the state has its own decay: at each position, the component is multiplied by exp(step x rate),
+    step x value x key is added, and the query reads the component. A position with step 0 leaves the state unchanged.
     """
     num_queries = query_BQK.shape[1]
     length = min(_SHORT_CHUNK, 1 << (num_queries - 1).bit_length())
@@ -161,7 +161,7 @@ def scan_each(
         queries, keys, values, steps = (tensor.narrow(1, begin, length) for tensor in (query, key, value, step))
         kept_BLCK = (steps.unsqueeze(-1) * rate_CK).exp()
         added_BLCK = values.unsqueeze(-1) * keys.unsqueeze(2)
-        # This is a prefix scan: in each iteration, a position covers twice as many earlier positions.
+        # This is a prefix scan: in each iteration, a position covers twice as many earlier positions as before.
         reach = 1
         while reach < length:
             added_BLCK = added_BLCK + kept_BLCK * _later(added_BLCK, reach, 0.0)
@@ -179,10 +179,11 @@ def _later(tensor_BLCK: torch.Tensor, positions: int, first: float) -> torch.Ten
 
 
 def _invert_unit_triangular(strict_LL: torch.Tensor) -> torch.Tensor:
-    """Invert I + a strictly lower triangular matrix [..., L, L], with L a power of two.
+    """Invert the sum of I and a strictly lower triangular matrix [..., L, L], where L is a power of two.
 
-    Inverted diagonal blocks are merged in pairs, so block size doubles each time. Powers of the matrix would need fewer
-    matmuls, but for similar keys they grow like binomial coefficients, and float32 loses all digits.
+    Inverted diagonal blocks are merged in pairs, so that the block size doubles each time. With powers of the matrix,
+    fewer matmuls would be needed, but for similar keys these powers grow like binomial coefficients, and all digits of
+    float32 would be lost.
     """
     blocks, belows = strict_LL.flatten(0, -3), []  # [M, size, size]
     while (half := blocks.shape[-1] // 2) > 0:

@@ -1,11 +1,11 @@
 """The recurrent states of requests, which exclude tokens whose acceptance is still undecided.
 
-A row's state belongs to a position in its text. A prompt chunk advances the state to the chunk's end. A decode whose
-drafts may be rejected leaves the state unchanged and stores the decode's inputs next to it. The row's next forward pass
-begins at the first token that was not accepted, so the device knows how many stored inputs to apply to the state first.
-Therefore, there is one state per row rather than one per draft, and nothing waits for the host.
+The state of a row belongs to a position in the row's text. A prompt chunk advances the state to the end of the chunk. A
+decode whose drafts may be rejected leaves the state unchanged and stores its inputs separately. The row's next forward
+pass begins at the first token that was not accepted, so the device knows how many stored inputs it must apply to the
+state first. As a result, there is one state per row rather than one per draft, and no step waits for the host.
 
-Letters as in `scans.py`; R rows in the request state, P pending tokens: k + 1 with drafts and 0 without.
+Letters are the same as in `scans.py`; R: rows in the request state; P: pending tokens (k + 1 with drafts, 0 without).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from vllm_gaudi_spec.recurrent.scans import convolve
 
 
 class LayerShape(NamedTuple):
-    """The state that a layer keeps for each row."""
+    """The state that a layer stores for each row."""
 
     num_channels: int
     """The number of convolution channels."""
     num_taps: int
     num_gates: int
-    """The number of gates per token besides the convolved inputs; 0 if there are none or they are computed from the
-    inputs."""
+    """The number of gates per token in addition to the convolved inputs, or 0 if there are none or they are computed
+    from the inputs."""
     state: tuple[int, ...]
-    """Empty for a layer that consists only of its convolution."""
+    """Empty for a layer that consists of only a convolution."""
     dtype: torch.dtype
     """The dtype of inputs and gates."""
     state_dtype: torch.dtype
@@ -45,30 +45,30 @@ Recurrence = Callable[
     [torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor],
     tuple[torch.Tensor, torch.Tensor],
 ]
-"""Maps the convolution's outputs [B, Q, C], the gates [B, Q, G] or None, the mask of real positions [B, Q], and the
-state before these positions to the outputs [B, Q, ...] and the state after the real positions."""
+"""Maps the outputs of the convolution [B, Q, C], the gates [B, Q, G] or None, the mask of real positions [B, Q], and
+the state before these positions to the outputs [B, Q, ...] and the state after the real positions."""
 
 
 class LayerState:
-    """A layer's states for all rows. Each tensor is written as a whole, not through a view."""
+    """The states of a layer for all rows. Each tensor is always written as a whole and never through a view."""
 
     def __init__(self, shape: LayerShape, num_rows: int, num_pending: int, device: torch.device) -> None:
         self._num_before = shape.num_taps - 1
         self._num_pending = num_pending
         width = self._num_before + num_pending
         self.inputs_RWC = torch.zeros(num_rows, width, shape.num_channels, dtype=shape.dtype, device=device)
-        """The convolution's inputs: those before a row's position, followed by the pending ones."""
+        """Inputs of the convolution: those before the row's position, followed by pending inputs."""
         self.gates_RPG: torch.Tensor | None = None
-        """The pending tokens' gates; None for a layer that computes them from its inputs."""
+        """Gates of pending tokens, or None for a layer that computes gates from its inputs."""
         self.state: torch.Tensor | None = None
-        """The state before the pending tokens; None for a layer that consists only of its convolution."""
+        """The state before the pending tokens, or None for a layer that consists of only a convolution."""
         if shape.num_gates:
             self.gates_RPG = torch.zeros(num_rows, num_pending, shape.num_gates, dtype=shape.dtype, device=device)
         if shape.state:
             self.state = torch.zeros(num_rows, *shape.state, dtype=shape.state_dtype, device=device)
 
     def copy_rows(self, sources_N: torch.Tensor, targets_N: torch.Tensor) -> None:
-        """Copy rows, except their gates, which belong to pending tokens. The rows must not have pending tokens."""
+        """Copy rows except for their gates, which belong to pending tokens. These rows must not have pending tokens."""
         for tensor in (self.inputs_RWC, self.state):
             if tensor is not None:
                 _write(tensor, targets_N, tensor.index_select(0, sources_N))
@@ -82,8 +82,8 @@ class LayerState:
         bias_C: torch.Tensor | None,
         recurrence: Recurrence,
     ) -> torch.Tensor:
-        """Return the layer's outputs [B, Q, ...] for a padded batch: the convolution's outputs if there is no state."""
-        # Matmuls combine a row's positions, so NaN from a rejected draft would reach earlier positions.
+        """Return the layer's outputs [B, Q, ...] for a padded batch, or of the convolution if there is no state."""
+        # Matmuls combine the positions of a row, so NaN from a rejected draft would reach earlier positions.
         inputs_BQC, gates_BQG = finite(inputs_BQC), None if gates_BQG is None else finite(gates_BQG)
         inputs_BWC = _zero_if(call.starts_B == 0, self.inputs_RWC.index_select(0, call.rows_B))
         # Accepted pending inputs precede the first new input.
@@ -110,7 +110,7 @@ class LayerState:
         bias_C: torch.Tensor | None,
         recurrence: Recurrence,
     ) -> torch.Tensor:
-        """Return the rows' states before a batch, after applying the accepted pending tokens."""
+        """Return the states of the rows before a batch, after applying accepted pending tokens."""
         assert self.state is not None
         state = _zero_if(call.starts_B == 0, self.state.index_select(0, call.rows_B).float())
         if not self._num_pending:
@@ -122,17 +122,17 @@ class LayerState:
 
 
 class RecurrentStates:
-    """The recurrent states of a model's layers, and the position in the text that each row's states have reached."""
+    """The recurrent states of a model's layers, and the text position that the states of each row have reached."""
 
     def __init__(
         self, layers: Sequence[tuple[str, LayerShape]], *, num_rows: int, num_pending: int, device: torch.device
     ) -> None:
-        """Allocate the states. `num_rows` includes the padding row and the rows without a request that hold
-        snapshots."""
+        """Allocate the states. `num_rows` includes the padding row and the rows for snapshots, which have no
+        request."""
         self.by_layer = {name: LayerState(shape, num_rows, num_pending, device) for name, shape in layers}
         self._num_pending = num_pending
         self._positions_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        """The number of tokens that each row's states include."""
+        """The number of tokens included in the states of each row."""
 
     def call(
         self,
@@ -154,7 +154,7 @@ class RecurrentStates:
         )
 
     def advance(self, call: StateCall) -> None:
-        """Move the rows' positions after all layers have read the batch."""
+        """Advance the positions of the rows after all layers have processed the batch."""
         positions_B = call.starts_B + call.num_real_B if call.commits else call.starts_B
         self._positions_R.index_copy_(0, call.rows_B, positions_B.int())
 
@@ -166,7 +166,7 @@ class RecurrentStates:
 
 
 def _zero_if(is_first_B: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Zero rows at the start of their text, which still hold another request's data."""
+    """Set rows at the start of their text to zero, because they still contain the data of another request."""
     return torch.where(is_first_B.view(-1, *[1] * (tensor.dim() - 1)), 0.0, tensor)
 
 
@@ -176,7 +176,7 @@ def _mask_first(num_B: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _slice_rows(inputs_BWC: torch.Tensor, first_B: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `count` inputs from each row, starting at `first_B`, [B, count, C]."""
+    """Return `count` inputs of each row, starting at `first_B`, [B, count, C]."""
     rows, width, _ = inputs_BWC.shape
     offsets = torch.arange(count, dtype=torch.int32, device=first_B.device)
     row_B1 = torch.arange(rows, dtype=torch.int32, device=first_B.device)[:, None] * width

@@ -1,4 +1,4 @@
-"""The supported architectures with recurrent layers, and the number of recurrent states kept for them."""
+"""Supported architectures with recurrent layers, and the number of recurrent states to store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Gates(NamedTuple):
-    """The number of gate values per token in a layer, for each head of its state."""
+    """The number of gate values per token in a layer, for each head in its state."""
 
     per_head: int = 0
     per_key: int = 0
@@ -41,17 +41,17 @@ SERVED = {
 }
 """Architectures whose complete models were compared with transformers on the CPU.
 
-`DeviceTraits.recurrent_models` lists those that were compared in captured graphs.
+`DeviceTraits.recurrent_models` lists the architectures that were compared in captured graphs.
 """
 
 
 def num_pending(num_drafts: int) -> int:
-    """Return the maximum number of pending tokens per row. The next step knows how many of them were accepted."""
+    """Return the maximum number of pending tokens per row. The next step knows how many were accepted."""
     return 1 + num_drafts if num_drafts else 0
 
 
 def describe_states(num_rows: int) -> str:
-    """Describe the recurrent states for messages about memory."""
+    """Return a description of the recurrent states for messages about memory."""
     return f"recurrent states of {num_rows} requests (--max-num-seqs)"
 
 
@@ -60,14 +60,14 @@ def describe_snapshots(num_slots: int) -> str:
 
 
 _MOST_SNAPSHOTS = 32
-"""The default number of snapshots equals the number of requests, up to this limit. For large models, a state takes 75
-MB or more."""
+"""The default number of snapshots is the number of requests, up to this limit. In large models, a state takes 75 MB or
+more."""
 
 
 def num_snapshots(vllm_config: VllmConfig, requested: int | None) -> int:
-    """Return how many recurrent states are kept for the prefix cache, or 0 without a prefix cache.
+    """Return the number of recurrent states to keep for the prefix cache, or 0 if prefix caching is disabled.
 
-    `requested` is the `state_snapshots` option.
+    `requested` is the value of the option `state_snapshots`.
     """
     model = vllm_config.model_config
     if model is None or not (has_states(model) and vllm_config.cache_config.enable_prefix_caching):

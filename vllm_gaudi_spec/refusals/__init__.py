@@ -1,4 +1,4 @@
-"""Refusals of configurations at start-up and of requests: one-line errors that name the option to change."""
+"""Checks that reject configurations at start-up, and requests, in one-line errors that name the option to change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
-    """Raise `UnsupportedConfigError` at start-up for combinations that would fail later."""
+    """Raise `UnsupportedConfigError` at start-up for combinations of options that would fail later."""
     if vllm_config.model_config is None:
         return
     for refusals in _IN_ORDER:
@@ -32,7 +32,7 @@ def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
             raise UnsupportedConfigError(reason)
 
 
-# Only the first reason is shown. Damaged files are detected late in this order, since each file must be opened.
+# Only the first reason is reported. Damaged files are checked late, because each file must be opened.
 _IN_ORDER: tuple[Callable[[VllmConfig, DeviceBackend], Iterator[str]], ...] = (
     other_file_refusals,
     model_refusals,

@@ -1,4 +1,4 @@
-"""Refusals of drafters and their options in --speculative-config."""
+"""Checks that reject drafters and their options in --speculative-config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
 
 
-# Options for loading and running a drafter's model.
+# Options for loading and running a model as the drafter.
 _DRAFTER_MODEL_OPTIONS = (
     "code_revision",
     "disable_eagle_block_drop",
@@ -27,9 +27,9 @@ _DRAFTER_MODEL_OPTIONS = (
     "quantization",
     "revision",
 )
-# The scheduler reads these options for heads.
+# The scheduler uses these options for heads.
 _SCHEDULER_OPTIONS = ("disable_eagle_block_drop", "disable_lookahead_block_hashes")
-# Our own layers do not read these options.
+# This plugin's layers do not use these options.
 _DRAFTER_LAYER_OPTIONS = (
     *_SCHEDULER_OPTIONS,
     "dspark_draft_topk",
@@ -48,11 +48,11 @@ _CHAINED = (
     "HYV3MTPModel",
     "Step3p5MTP",
 )
-"""vLLM classes that run whichever MTP layer is requested. Other classes have a single layer or always run the first."""
+"""vLLM classes that run whichever MTP layer is requested. Other classes have one layer or always run the first."""
 
 
 def weightless_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
-    """Yield reasons to refuse options for a method whose drafter is not a model."""
+    """Yield reasons to reject options for a method whose drafter is not a model."""
     method = spec_config.method
     if spec_config.draft_sample_method != "greedy":
         yield (
@@ -73,7 +73,7 @@ def weightless_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
 
 
 def drafter_model_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
-    """Yield reasons to refuse a drafter that is a model, or to refuse its options."""
+    """Yield reasons to reject a drafter that is a model, or to reject its options."""
     num_ranks = spec_config.draft_parallel_config.tensor_parallel_size
     target_ranks = spec_config.target_parallel_config.tensor_parallel_size
     if num_ranks not in (1, target_ranks):
@@ -101,7 +101,7 @@ def drafter_model_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
 
 
 def _refuse_other_methods(spec_config: SpeculativeConfig) -> Iterator[str]:
-    """Yield a reason to refuse a drafter whose architecture belongs to another method."""
+    """Yield a reason to reject a drafter whose architecture belongs to another method."""
     found = spec_config.draft_model_config.architectures
     for name, method in METHODS.items():
         if name != spec_config.method and set(found) & set(method.architectures):
@@ -115,7 +115,7 @@ def _refuse_other_methods(spec_config: SpeculativeConfig) -> Iterator[str]:
 
 
 def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
-    """Yield reasons to refuse drafters that read the target's hidden states: heads, MTP layers, and Medusa."""
+    """Yield reasons to reject drafters that use the target's hidden states: heads, MTP layers, and Medusa."""
     config, target = spec_config.draft_model_config.hf_config, spec_config.target_model_config
     method = METHODS[spec_config.method]
     num_layers = count_mtp_layers(spec_config)
@@ -163,7 +163,7 @@ def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
 
 
 def _architecture_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
-    """Yield reasons to refuse drafters whose architecture does not belong to the method."""
+    """Yield reasons to reject drafters whose architecture does not belong to the method."""
     found, supported = spec_config.draft_model_config.architectures, METHODS[spec_config.method].architectures
     if not set(found) & set(supported):
         yield (
@@ -180,7 +180,7 @@ def _architecture_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
 
 
 def _parallel_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
-    """Yield reasons to refuse drafters that cannot draft all tokens in one forward pass."""
+    """Yield reasons to reject drafters that cannot draft all tokens in one forward pass."""
     model, mask_token = spec_config.draft_model_config, find_mask_token(spec_config)
     if mask_token is None:
         yield (
@@ -195,7 +195,7 @@ def _parallel_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
 
 
 def _num_medusa_heads(spec_config: SpeculativeConfig) -> int:
-    """Return the number of heads in the checkpoint's config file. vLLM's config has num_speculative_tokens instead."""
+    """Return the number of heads from the config file, because vLLM's config has num_speculative_tokens instead."""
     from transformers import PretrainedConfig
 
     fields_of_file, _ = PretrainedConfig.get_config_dict(spec_config.model, revision=spec_config.revision)
@@ -208,15 +208,15 @@ def _refuse_useless(spec_config: SpeculativeConfig, names: list[str]) -> Iterato
 
 
 def set_options(spec_config: SpeculativeConfig, names: Iterable[str]) -> Iterator[str]:
-    """Yield the options in `names` that the user set. Each option's default must be None, False, or 0.
+    """Yield the options in `names` that the user has set. The default of each option must be None, False, or 0.
 
-    An option may exist only in the newest vLLM release.
+    Some options exist only in the newest vLLM release.
     """
     return (name for name in names if getattr(spec_config, name, None) not in (None, False, 0))
 
 
 def _options_of_other_methods(spec_config: SpeculativeConfig) -> Iterator[str]:
-    """Yield the options that the user set for other methods only, except `model`, which is checked separately."""
+    """Yield options set by the user that only other methods use, except `model`, which is checked separately."""
     names = {name for method in METHODS.values() for name in method.options}
     for option in fields(spec_config):
         if option.name not in names - {"model", *METHODS[spec_config.method].options}:

@@ -1,4 +1,4 @@
-"""Refusals of unsupported vLLM features."""
+"""Checks that reject unsupported vLLM features."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
-# Maps the location in vLLM's configuration of each unsupported feature to the option that enables it.
+# Maps each unsupported feature, as a field of vLLM's configuration, to the option that enables it.
 _UNSUPPORTED = {
     "parallel_config.enable_dbo": "--enable-dbo",
     "parallel_config.enable_elastic_ep": "--enable-elastic-ep",
     "parallel_config.enable_eplb": "--enable-eplb",
-    # A failed engine would wait for a recovery that our workers do not implement, instead of exiting.
+    # Instead of exiting, a failed engine would wait for a recovery that our workers do not implement.
     "parallel_config.enable_fault_tolerance": "--enable-fault-tolerance",
     "cache_config.kv_offloading_size": "--kv-offloading-size",
     "cache_config.kv_sharing_fast_prefill": "--kv-sharing-fast-prefill",
@@ -77,7 +77,7 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
 
 
 _CONNECTORS = ("ExampleConnector", "NixlConnector", "OffloadingConnector")
-"""vLLM connectors that were tested here, either alone or, except for the last, in a MultiConnector."""
+"""vLLM connectors that were tested with this plugin, either alone or, except for the last, in a MultiConnector."""
 OFFLOADING = dict(spec_name="HostOffloadingSpec", spec_module_path="vllm_gaudi_spec.upstream.kv_offload")
 """Options with which vLLM's `OffloadingConnector` copies KV by PyTorch instead of CUDA."""
 
@@ -106,10 +106,10 @@ def _connector_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iter
         if "cpu_bytes_to_use" not in options or options & {"block_size", "blocks_per_chunk"}:
             yield "OffloadingConnector works alone, with cpu_bytes_to_use, and without block_size and blocks_per_chunk."
     if config.kv_load_failure_policy == "recompute" and names - {"NixlConnector"}:
-        # A connector that loads before a forward pass may not report a failure until the step's tokens are sampled.
+        # A connector that loads KV before a forward pass may report a failure only after the step's tokens are sampled.
         yield "kv_load_failure_policy recompute works only with NixlConnector; set it to fail in --kv-transfer-config."
     if examples := [part for part in parts if part.get("kv_connector") == "ExampleConnector"]:
-        # ExampleConnector stores a whole prompt after the first chunk, under a name derived only from the tokens.
+        # After a prompt's first chunk, ExampleConnector stores the whole prompt under a name based only on its tokens.
         if vllm_config.scheduler_config.enable_chunked_prefill:
             yield "ExampleConnector cannot store prompts in chunks; use --no-enable-chunked-prefill."
         if vllm_config.parallel_config.world_size > 1:
@@ -121,7 +121,7 @@ def _connector_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iter
 
 
 def refuse_sleep(vllm_config: VllmConfig | None, backend: DeviceBackend, level: int = 1) -> None:
-    """Refuse sleep if this device or, if it is known, this configuration does not support it."""
+    """Reject sleep mode if this device or, if it is given, this configuration does not support it."""
     remedy = "and call wake_up if requests wait"
     if not backend.traits.sleeps:
         where = f"{backend.traits.name} in {backend.traits.mode} mode, whose graphs contain memory addresses"
@@ -146,7 +146,7 @@ def refuse_new_weights(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
 
 
 def _find_fixed_weights(vllm_config: VllmConfig, backend: DeviceBackend) -> str | None:
-    """Return why weights cannot be replaced, or None. For example, steps may use converted copies of them."""
+    """Return the reason why weights cannot be replaced, or None. Steps may use converted copies of them."""
     spec_config, options = vllm_config.speculative_config, Options.from_vllm(vllm_config)
     models = [vllm_config.model_config, getattr(spec_config, "draft_model_config", None) or vllm_config.model_config]
     reasons = {
@@ -163,7 +163,7 @@ def _find_fixed_weights(vllm_config: VllmConfig, backend: DeviceBackend) -> str 
 
 
 def _profiler_refusals(vllm_config: VllmConfig) -> Iterator[str]:
-    # This imports the platform, which imports this module.
+    # This module imports the platform, which imports the current module.
     from vllm_gaudi_spec.upstream.worker import validate_worker_profiler_config
 
     try:
@@ -190,14 +190,14 @@ def _kv_dtype_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Itera
         yield f"QUANT_CONFIG measures KV in the model's dtype; {remedy} while measuring."
 
 
-# Maps vllm-ascend's speculation options to what to set on this platform instead.
+# Maps vllm-ascend's options for speculation to the option to set on this platform instead.
 _VLLM_ASCEND_OPTIONS = {
     "rejection_sampler_config": ", or set rejection_sample_method in --speculative-config to block",
     "dynamic_spec_config": ", or set enable_adaptive_verification in --speculative-config",
 }
 
 
-# vLLM options for LoRA adapters that our layers do not read.
+# vLLM's options for LoRA adapters that our layers do not use.
 _USELESS_LORA_OPTIONS = (
     "default_mm_loras",
     "enable_mixed_moe_lora_format",
@@ -210,7 +210,7 @@ _USELESS_LORA_OPTIONS = (
 
 
 def _is_dequantized(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceBackend) -> bool:
-    """Whether the model has the layers of an unquantized model because its weights are dequantized when loaded."""
+    """Whether a model has the same layers as an unquantized one because its weights are dequantized while loading."""
     requested = Options.from_vllm(vllm_config).weight_kernels
     return model.quantization == DEQUANTIZED and not is_native(
         format_of(model), model.dtype, requested, backend.weights

@@ -1,4 +1,4 @@
-"""Refusals of weight files: pickles, GGUF, and damaged files."""
+"""Checks that reject weight files: pickles, GGUF files, and damaged files."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
-# File patterns that vLLM's loader reads, and those of other pickle files.
+# File patterns that vLLM's loader reads, and patterns of other pickle files.
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-# Values of --load-format that read pickles or fall back to pickles.
+# Values of --load-format with which pickles are read, always or as a fallback.
 _PICKLE_FORMATS = ("pt", "npcache")
 _FALLING_BACK = ("auto", "hf")
 
 
 def other_file_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """Yield reasons to refuse models whose weights are pickles or GGUF files.
+    """Yield reasons to reject models whose weights are pickles or GGUF files.
 
-    The loader refuses pickles too (`upstream.refuse_pickled_weights`), but later and in the engine's process. In a
-    folder with GGUF files, it would find no weights.
+    The loader also rejects pickles (`upstream.refuse_pickled_weights`), but only later and in the engine process. It
+    would not find any weights in a folder with GGUF files.
     """
     for model, load_format in list_models(vllm_config):
         if load_format in _PICKLE_FORMATS:
@@ -43,10 +43,11 @@ def other_file_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iter
             yield f"The weights of {model.model} are in GGUF ({gguf[0]}), which is not read; {OTHER_MODEL}."
 
 
-# More layers than any model has, but few enough to be built within a minute.
+# More layers than any known model has, but so few that they can be built within a minute.
 _MANY_LAYERS = 1000
 _CONSOLIDATED = "consolidated*.safetensors"
-# Values of --load-format for which vLLM's loader reads *.safetensors and one index file. "auto" selects one of them.
+# Values of --load-format with which vLLM's loader reads *.safetensors and a single index file. "auto" selects one of
+# these values.
 _SAFETENSORS_FORMATS = ("hf", "safetensors", "fastsafetensors", "instanttensor")
 
 
@@ -60,7 +61,7 @@ def find_weight_files(folder: Path, load_format: str) -> tuple[str, str] | None:
 
 
 def damage_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """Yield reasons to refuse incomplete files, which the loader would detect minutes later in another process."""
+    """Yield reasons to reject incomplete files, which the loader would detect minutes later in another process."""
     for model, load_format in list_models(vllm_config):
         folder, num_tensors = Path(model.model), 0
         if (read := find_weight_files(folder, load_format)) is None:
@@ -68,22 +69,21 @@ def damage_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
         files, index = read[0], folder / read[1]
         for file in sorted(folder.glob(files)):
             try:
-                if not file.is_file():  # opening a pipe may never return
+                if not file.is_file():  # opening a named pipe may block forever
                     raise OSError("it is not a file")
-                with safe_open(file, "np") as tensors:  # checks the header against the file's length
+                with safe_open(file, "np") as tensors:  # compares the header with the size of the file
                     num_tensors += len(tensors.keys())
             except (OSError, SafetensorError) as error:
                 yield f"{file} is damaged or was only half written ({error}); copy the model again or name another."
         if index.is_file() and (fault := _find_index_fault(index)):
             yield f"{index} {fault}; copy the model again or name another."
         num_layers = model.get_total_num_hidden_layers()
-        if num_tensors and num_layers > max(num_tensors, _MANY_LAYERS):  # building them might never end
+        if num_tensors and num_layers > max(num_tensors, _MANY_LAYERS):  # building this many layers might never end
             fault = f"claims {num_layers} layers, but its files have {num_tensors} tensors"
             yield f"The configuration of {folder} {fault}; copy the model again or name another."
 
 
 def _find_index_fault(index: Path) -> str | None:
-    """Return what is wrong with an index file, or None if nothing is."""
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
         missing = (name for name in sorted(names) if not (index.parent / name).is_file())

@@ -1,4 +1,4 @@
-"""Refusals of weight formats, and of bad scales that the loader would accept or the engine would fail on later."""
+"""Checks that reject weight formats, and invalid scales that the loader would accept or that fail later."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
             yield from _dequantization_refusals(model, load_format)
         elif (reason := backend.weights.missing_kernel(vllm_config, model)) is not None:
             yield from _kernel_refusals(vllm_config, model, reason)
-        # vLLM's own kernels need the same tensors, but vLLM does not check these.
+        # vLLM's own kernels need the same tensors, but vLLM does not check these tensors.
         elif (format := format_if_read(model)) is not None:
             yield from _tensor_refusals(model, format, load_format, damage_alone=True)
 
 
 def _kernel_refusals(vllm_config: VllmConfig, model: ModelConfig, reason: str) -> Iterator[str]:
-    """Yield why a model cannot use the native kernels that --quantization or `weight_kernels` selects."""
+    """Yield reasons why a model cannot use the native kernels selected by --quantization or `weight_kernels`."""
     if not described(model):
         option = f"--quantization {model.quantization}"
         if model is not vllm_config.model_config:
@@ -79,7 +79,7 @@ def _kernel_refusals(vllm_config: VllmConfig, model: ModelConfig, reason: str) -
 
 
 def _dequantization_refusals(model: ModelConfig, load_format: str) -> Iterator[str]:
-    """Yield reasons to refuse a checkpoint that would be dequantized when loaded."""
+    """Yield reasons to reject a checkpoint that would be dequantized while loading."""
     try:
         format = format_of(model)
     except UnknownFormatError as error:
@@ -95,7 +95,7 @@ def _dequantization_refusals(model: ModelConfig, load_format: str) -> Iterator[s
 def _tensor_refusals(
     model: ModelConfig, format: CheckpointFormat, load_format: str, damage_alone: bool = False
 ) -> Iterator[str]:
-    """Yield a reason for the first tensor in a local folder that does not fit the format."""
+    """Yield a reason for the first tensor in a local folder that is not valid in the format."""
     folder = Path(model.model)
     if load_format == "dummy" or (files := find_weight_files(folder, load_format)) is None or not folder.is_dir():
         return
@@ -110,7 +110,7 @@ def weight_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
     cpu_weights, model = Options.from_vllm(vllm_config).cpu_weights, vllm_config.model_config
     name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.cpu_weights"
     if cpu_weights is None or model is not get_target_config(vllm_config):
-        return  # a drafter's weights may have a different format
+        return  # the weights of a drafter may have a different format
     if not backend.traits.takes_cpu_weights:
         yield f"{name} is for device cpu, and this is {backend.traits.name}; leave it out."
     if str(model.dtype) != "torch.float32":
@@ -118,7 +118,7 @@ def weight_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
     if model.quantization is not None:
         yield f"{model.model} has quantized weights ({model.quantization}); leave {name} out."
     if cpu_weights == FLOAT16 and vllm_config.cache_config.cache_dtype == FP8_KV:
-        # The kernel's rounding depends on the number of rows, and one bit can change the rounded FP8 value.
+        # The kernel's rounding depends on the number of rows, and a difference of one bit can change the FP8 value.
         yield f"{name} float16 may round KV to FP8 differently in verify steps and plain steps; leave it out."
 
 
@@ -126,7 +126,7 @@ def quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> It
     options, model = Options.from_vllm(vllm_config), vllm_config.model_config
     spec_config = vllm_config.speculative_config
     if model is not get_target_config(vllm_config):
-        return  # a drafter's copy of a configuration that has already been checked
+        return  # this is a drafter's copy of a configuration that has already been checked
     quantized = [] if (target := target_config()) is None else [(target, model)]
     if (drafter := drafter_config(options)) is not None:
         if spec_config is None or not has_model(spec_config.method):
@@ -167,7 +167,7 @@ def _quantized_model_refusals(config: QuantConfig, model: ModelConfig, backend: 
 
 # --- scales for FP8 KV ---
 
-# Names of checkpoint scales that vLLM's loader recognizes.
+# Names of scales in checkpoints that vLLM's loader recognizes.
 _SCALE = re.compile(r"\.(?:kv?_scale|v_scale|[kv]_cache\.scale|[kv]_proj\.output_scale)$")
 
 
@@ -175,13 +175,13 @@ def kv_scale_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterat
     if vllm_config.cache_config.cache_dtype != FP8_KV:
         return
     for model, load_format in list_models(vllm_config):
-        if model.quantization is not None and not was_set_aside(model):  # no scales of other models are read
+        if model.quantization is not None and not was_set_aside(model):  # the scales of other models are not read
             remedy = suggest_model_dtype(vllm_config)
             yield from (f"{fault}; correct the checkpoint, or {remedy}." for fault in _scale_faults(model, load_format))
 
 
 def _scale_faults(model: ModelConfig, load_format: str) -> Iterator[str]:
-    """Yield what is wrong with the scales in a model's local files."""
+    """Yield problems with the scales in a model's local files."""
     folder = find_model_folder(model.model)
     if folder is None or (read := find_weight_files(folder, load_format)) is None:
         return

@@ -1,4 +1,4 @@
-"""Refusals of unsupported models."""
+"""Checks that reject unsupported models."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 _SEEN_BOTH_WAYS = ("gemma3", "gemma4")
-"""`model_type` of each model with bidirectional attention within images that was tested against transformers."""
+"""`model_type` of each model that attends bidirectionally within images and was compared with transformers."""
 
 
 _POOLING_WITH_STATES = ("ColBERTLfm2Model", "JambaForSequenceClassification")
-"""Pooling models with recurrent layers that were tested against transformers."""
+"""Pooling models with recurrent layers that were compared with transformers."""
 _MEDIA_WITH_STATES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
-"""Models with images and recurrent layers that were tested against transformers."""
+"""Models with images and recurrent layers that were compared with transformers."""
 
 
 def list_models(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
-    """Return the target and, if it is a model, the drafter, each with its --load-format."""
+    """Return the target and, if the drafter is a model, the drafter, each with its --load-format."""
     spec_config, load = vllm_config.speculative_config, vllm_config.load_config
     models = [(vllm_config.model_config, str(load.load_format))]
     if spec_config is not None and has_model(spec_config.method):
@@ -51,7 +51,7 @@ def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[
 
 
 def _graph_refusals(model: ModelConfig, traits: DeviceTraits) -> Iterator[str]:
-    """Yield reasons to refuse models with layers that the device cannot capture."""
+    """Yield reasons to reject models with layers that the device cannot capture."""
     if traits.updates_views:
         return
     graphs = f"which graphs of {traits.name} in mode {traits.mode} do not support"
@@ -68,7 +68,7 @@ def _graph_refusals(model: ModelConfig, traits: DeviceTraits) -> Iterator[str]:
 
 
 def _single_model_refusals(model: ModelConfig) -> Iterator[str]:
-    """Yield reasons to refuse a single model, which may be a target or a drafter."""
+    """Yield reasons to reject a single model, which may be a target or a drafter."""
     if any(name in _EMBEDDINGS_ONLY for name in model.architectures):
         yield (
             f"vLLM's {model.architecture} takes embeddings in place of tokens, which is not supported; use another "
@@ -102,7 +102,7 @@ def _single_model_refusals(model: ModelConfig) -> Iterator[str]:
 
 
 def _selection_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """Yield reasons to refuse options for models that select keys, which store indexer keys next to latent keys."""
+    """Yield reasons to reject options for models with key selection, which store indexer keys next to latent keys."""
     model = vllm_config.model_config
     if not hasattr(model.hf_text_config, "index_topk"):
         return
@@ -166,7 +166,7 @@ def _multimodal_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
 
 
 def _max_image_tokens(media: Any) -> int:
-    """Return the maximum number of tokens per image that the user set, or 0 if it is not set.
+    """Return the maximum number of tokens per image if the user has set it, and 0 otherwise.
 
     The processor's default maximum is smaller than a sliding window.
     """
@@ -175,13 +175,13 @@ def _max_image_tokens(media: Any) -> int:
 
 
 def _keeps_image_sizes(model: ModelConfig) -> bool:
-    """Whether each image size gives the encoder a new shape, as with the Pixtral encoder in the Llava class."""
+    """Whether each image size results in a different encoder shape, as with the Pixtral encoder in the Llava class."""
     vision = getattr(model.hf_config, "vision_config", None)
     return "LlavaForConditionalGeneration" in model.architectures and getattr(vision, "model_type", "") == "pixtral"
 
 
 def _whole_prompt_refusals(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield reasons to refuse options that would split a prompt with bidirectional attention or block it forever."""
+    """Yield reasons to reject options that would split a prompt with bidirectional attention or block it forever."""
     name, scheduler = vllm_config.model_config.model, vllm_config.scheduler_config
     if scheduler.long_prefill_token_threshold:
         yield f"{name} computes a prompt in one step; leave out --long-prefill-token-threshold."
@@ -217,7 +217,7 @@ def _pooling_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterat
 
 
 def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """Yield reasons to refuse options for targets with recurrent layers."""
+    """Yield reasons to reject options for targets with recurrent layers."""
     name, cache = vllm_config.model_config.model, vllm_config.cache_config
     traits, model = backend.traits, vllm_config.model_config
     compared = traits.recurrent_models
@@ -241,34 +241,34 @@ def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
         yield "Recurrent layers are computed without the kernels of ReplaySSM; leave out --use-replayssm."
 
 
-# vLLM classes that take only embeddings, even for text.
+# vLLM classes that accept only embeddings, even for text.
 _EMBEDDINGS_ONLY = ("VoxtralRealtimeGeneration",)
-# vLLM classes that are served for text, but whose image and audio inputs were never tested against transformers.
+# vLLM classes that are supported for text, but whose image and audio inputs were not compared with transformers.
 _TEXT_ONLY = ("Gemma3nForConditionalGeneration",)
 # vLLM classes that pass ALiBi slopes to their layers.
 _SLOPES = ("BloomForCausalLM", "FalconForCausalLM")
-# vLLM classes with ALiBi on the square root of distances, for which `uses_alibi` is False.
+# vLLM classes that use ALiBi with the square root of distances, for which `uses_alibi` is False.
 _ROOT_SLOPES = ("Step1ForCausalLM",)
-# vLLM classes with DeepSeek-V3.2's indexer, and the class for their MTP layers, tested against transformers.
+# vLLM classes with DeepSeek-V3.2's indexer, and the class of their MTP layers, compared with transformers.
 _SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32MTPModel")
 _SINK_KEYS = ("PanguProMoEV2ForCausalLM",)
 
 
 def _selects_keys(model: ModelConfig) -> bool:
-    """Whether our latent attention reads only the keys that the model's indexer selects."""
+    """Whether latent attention reads only the keys that the model's indexer selects."""
     served = any(name in _SPARSE for name in model.architectures)
     return served and model.use_mla and not model.using_transformers_backend()
 
 
 def _has_other_slopes(model: ModelConfig) -> bool:
-    """Whether the model uses a form of ALiBi that our attention does not support."""
+    """Whether the model uses a variant of ALiBi that our attention does not support."""
     if any(name in _ROOT_SLOPES for name in model.architectures):
         return True
     return model.uses_alibi and not any(name in _SLOPES for name in model.architectures)
 
 
 _GPT_OSS_GATE = dict(swiglu_alpha=1.702, swiglu_limit=7.0)
-"""Constants in vLLM's gpt-oss class, which does not read them from the configuration."""
+"""Constants in vLLM's gpt-oss class, which ignores the values in the configuration."""
 
 
 def _gate_refusals(model: ModelConfig) -> Iterator[str]:
@@ -280,7 +280,7 @@ def _gate_refusals(model: ModelConfig) -> Iterator[str]:
 
 
 def _kimi_refusals(model: ModelConfig) -> Iterator[str]:
-    """Yield reasons to refuse Kimi K3, whose configuration vLLM treats as that of Kimi Linear."""
+    """Yield reasons to reject Kimi K3, whose configuration vLLM treats like that of Kimi Linear."""
     if "KimiLinearForCausalLM" not in model.architectures:
         return
     config = model.hf_text_config
@@ -294,7 +294,7 @@ def _kimi_refusals(model: ModelConfig) -> Iterator[str]:
 
 
 def expert_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """Yield reasons to refuse options for models whose experts data-parallel ranks share."""
+    """Yield reasons to reject options for models whose experts are shared by data-parallel ranks."""
     parallel = vllm_config.parallel_config
     if ranks_in_step(vllm_config) == 1:
         return

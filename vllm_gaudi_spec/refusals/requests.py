@@ -1,4 +1,4 @@
-"""Refusals of individual requests."""
+"""Checks that reject individual requests."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _NO_PROMPT: Mapping[str, Any] = {}
 
 
 def check_logit_edits(params: SamplingParams) -> str | None:
-    """Return why a request's logit edits are refused, or None if they are accepted.
+    """Return the reason to reject a request's logit edits, or None.
 
-    Before bad words are tokenized, only their text is counted. The model's end tokens count once vLLM has added them.
+    Before bad words are tokenized, only their characters are counted. End tokens are counted once vLLM has added them.
     """
     num_characters = sum(map(len, params.bad_words or ()))
     if num_characters > MAX_BAD_WORD_TEXT:
@@ -48,7 +48,7 @@ def check_logit_edits(params: SamplingParams) -> str | None:
 
 
 def check_constraint_size(params: SamplingParams) -> str | None:
-    """Return why compiling a request's structured output would delay other requests for too long, or None."""
+    """Return the reason why compiling a request's structured output would delay other requests too long, or None."""
     constraint = params.structured_outputs
     if constraint is None:
         return None
@@ -61,9 +61,9 @@ def check_constraint_size(params: SamplingParams) -> str | None:
 
 
 def _check_serializable(params: Mapping[str, object]) -> str | None:
-    """Return why a request cannot be sent to the engine, or None if it can.
+    """Return the reason why a request cannot be sent to the engine, or None.
 
-    JSON may contain lone surrogates and integers of any size, on which vLLM's front end would fail with a server error.
+    JSON may contain lone surrogates and integers of any size, for which vLLM's front end would report a server error.
     """
     for name, value in params.items():
         try:
@@ -73,12 +73,12 @@ def _check_serializable(params: Mapping[str, object]) -> str | None:
         except OverflowError:
             return f"{name} has an integer of more than 64 bits; use a smaller one."
         except TypeError:
-            continue  # a Python object, so the request did not come over HTTP
+            continue  # this is a Python object, so the request did not arrive over HTTP
     return None
 
 
 def check_request(params: SamplingParams, *, prompt: Mapping[str, Any] = _NO_PROMPT) -> str | None:
-    """Return why a request cannot be served, or None if it can. `prompt` is the output of vLLM's renderer."""
+    """Return the reason why a request cannot be served, or None. `prompt` is the output of vLLM's renderer."""
     fields = {name: value for name in params.__struct_fields__ if (value := getattr(params, name)) is not None}
     if reason := _check_serializable(fields | {"cache_salt": prompt.get("cache_salt")}):
         return reason

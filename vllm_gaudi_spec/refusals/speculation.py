@@ -1,4 +1,4 @@
-"""Refusals of speculative configurations that apply to all drafters; `drafters.py` has drafter-specific ones."""
+"""Checks that reject speculative configurations for any drafter; `drafters.py` has checks for specific drafters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
-# Maps options that no method reads to an addition to the error message.
+# Maps options that no method uses to an addition to the error message.
 _NO_EFFECT = {
     "disable_padded_drafter_batch": ", since all rows of a batch draft in one shape",
     "index_share_for_mtp_iteration": "",
@@ -56,7 +56,8 @@ def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
             f"set num_speculative_tokens in --speculative-config to {MAX_DRAFTS} or less."
         )
     if spec_config.enable_adaptive_verification and ranks_in_step(vllm_config) > 1:
-        # A rank that tries fewer drafts is padded to its peers' shape, so its step times do not reflect its own choice.
+        # A rank that tries a smaller number of drafts is padded to the shape of its peers, so its step times do not
+        # reflect its choice.
         yield (
             "enable_adaptive_verification is not supported with data parallelism of a mixture of experts; leave it out "
             "of --speculative-config."
@@ -95,7 +96,7 @@ def _lm_head_refusals(vllm_config: VllmConfig, options: Options, backend: Device
         return
     method, models = spec_config.method, [spec_config.draft_model_config]
     if has_model(method) and METHODS[method].reads_hidden_states:
-        models.append(vllm_config.model_config)  # The head may use its target's matrix.
+        models.append(vllm_config.model_config)  # The head may use the matrix of its target.
     has_matrix = has_model(method) and method != MEDUSA and not spec_config.use_gemma4_mtp()
     reasons = {
         f"is not supported with this drafter of method {method}": not has_matrix,
@@ -116,7 +117,7 @@ def _audit_refusals(vllm_config: VllmConfig, options: Options) -> Iterator[str]:
     if vllm_config.speculative_config is None:
         yield f"{option} has no effect without speculation; leave it out, or give a --speculative-config."
     elif ranks_in_step(vllm_config) > 1:
-        # An audit on one rank would need steps on all ranks, which only client requests start.
+        # An audit on one rank would need steps on all ranks, and only client requests start such steps.
         yield f"{option} is not supported with data parallelism of a mixture of experts; leave it out."
 
 
@@ -155,7 +156,7 @@ def _useless_universal_options(options: Options, used: str) -> Iterator[str]:
 
 
 def list_installed_logits_processors() -> list[str]:
-    """Return the logits processors in installed packages. vLLM adds them to the user's if speculation is disabled."""
+    """Return logits processors from installed packages, which vLLM adds to the user's without speculation."""
     from vllm_gaudi_spec.upstream.sampling import LOGITSPROCS_GROUP
 
     return sorted(processor.name for processor in entry_points(group=LOGITSPROCS_GROUP))

@@ -1,1 +1,1 @@
-"""The model runner, which executes steps, along with its state and tensor shapes."""
+"""The model runner, which executes steps, and its state and tensor shapes."""

@@ -1,4 +1,4 @@
-"""Buckets, which are the sizes to which batches are padded. `shapes.py` chooses a bucket for each batch."""
+"""Buckets: the sizes to which batches are padded. `shapes.py` chooses a bucket for each batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
 
-# Maximum ratio of a bucket to the required size. Lists that servers share stay below it, but typos exceed it.
+# Maximum ratio of a bucket to the required size. Lists that servers share stay below this ratio; typos exceed it.
 _MAX_RATIO, _SMALL = 64, 256
 
 
@@ -20,7 +20,8 @@ def refuse_waste(name: str, buckets: tuple[int, ...], needed: int, option: str) 
 
 
 def geometric(smallest: int, largest: int, growth: float) -> tuple[int, ...]:
-    """Return multiples of `smallest`, each at most about `growth` times the previous one. The last covers `largest`."""
+    """Return multiples of `smallest`, each at most about `growth` times the previous one. `largest` fits in the
+    last."""
     buckets = [smallest]
     while buckets[-1] < largest:
         buckets.append(max(buckets[-1] + smallest, _round_down(int(buckets[-1] * growth), smallest)))
@@ -29,10 +30,10 @@ def geometric(smallest: int, largest: int, growth: float) -> tuple[int, ...]:
 
 
 def divided_powers(smallest: int, largest: int, step: int, parts: int = 4) -> tuple[int, ...]:
-    """Return powers of two starting at `smallest`, with each interval divided into at most `parts` equal steps.
+    """Return powers of two from `smallest` on, and divide each interval between them into at most `parts` equal steps.
 
-    Each step is at least `step`. If `step` is 0, only powers of two are returned. The last size is `largest` rounded up
-    to a multiple of `smallest`.
+    Each step is at least `step`. If `step` is 0, the result contains only powers of two. The last size is `largest`
+    rounded up to a multiple of `smallest`.
     """
     lengths = [smallest]
     while lengths[-1] < largest:
@@ -43,7 +44,7 @@ def divided_powers(smallest: int, largest: int, step: int, parts: int = 4) -> tu
 
 
 def expected_padding(lengths: Sequence[int]) -> float:
-    """Return the expected fraction of padding tokens if the lengths of prompt chunks are uniformly distributed."""
+    """Return the expected fraction of padding tokens if prompt chunk lengths are uniformly distributed."""
     computed = sum(length * (length - shorter) for shorter, length in pairwise((0, *lengths)))
     return 1 - sum(range(lengths[-1] + 1)) / computed
 

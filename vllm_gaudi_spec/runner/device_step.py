@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class DeviceStep:
-    """Device functions whose arguments are tensors and static values.
+    """Device functions, whose arguments are tensors and static values.
 
-    Each combination of tensor shapes and static values becomes one graph. The functions never wait for the device and
-    update the request state in place. Each call overwrites the result of the previous call to the same function.
+    There is one graph for each combination of tensor shapes and static values. The functions never wait for the device,
+    and they update the request state in place. Each call to a function overwrites the result of the previous call.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class DeviceStep:
         drafting: Drafting,
         slices: bool,
     ) -> None:
-        """Create the device functions. `slices` specifies whether a prompt chunk may span several rows."""
+        """Create the device functions. `slices` specifies whether prompt chunks may span several rows."""
         self._target = target
         self._requests = requests
         self._hidden_states = hidden_states
@@ -52,7 +52,7 @@ class DeviceStep:
         self._slices = slices
         graph = requests.backend.graphs.graph
         self.forward = graph(self._forward)
-        # Custom processors may run arbitrary code on the host, so they cannot be captured.
+        # Custom processors may run arbitrary code on the host, so `_finish` cannot be captured.
         self.finish = self._finish if verifier.custom is not None else graph(self._finish)
         self.drafts = graph(self._drafts)
 
@@ -89,14 +89,14 @@ class DeviceStep:
         if phase == PREFILL and self._slices:
             rows_B = keep_last_slices(rows_B, requests.pad_row)
         self._hidden_states.put(phase, queries, rows_B, located, target.forward(inputs))
-        # `finish` advances the rows that sample. This call advances prompts that continue in a later step.
+        # `finish` advances the rows that sample; this call advances prompts that continue in a later step.
         requests.set_computed(rows_B, located.starts_B + located.num_real_B)
 
     def _finish(self, sample_pass: SamplePass) -> tuple[Verification, torch.Tensor, Drafts | None, torch.Tensor]:
         """Compute logits at the positions to sample, apply the acceptance rule, and advance the rows.
 
-        Return the verification, the rows (an input to `drafts`), the drafts if this sampling pass makes them, and the
-        packed report. Most steps send this report, so packing it here saves a separate graph.
+        Return the verification, the rows (an input of `drafts`), the drafts if this sampling pass generates them, and
+        the packed report. Most steps send this report, so that packing it here saves a separate graph.
         """
         rows_B, max_drafts_B, position_list, grammars = sample_pass.split()
         num_queries = sample_pass.shape.queries
@@ -119,7 +119,7 @@ class DeviceStep:
             )
         last_B = positions_BQ[:, 0]
         lengths_B = last_B + 1 + verification.num_sampled_B
-        if self._drafting.verifies_drafts:  # before `advance` clears the rows' drafts
+        if self._drafting.verifies_drafts:  # before `advance` clears the drafts of the rows
             reported_B = self._requests.count_reported_drafts(rows_B, acceptable_B)
             verification = verification._replace(num_drafts_B=reported_B)
         self._requests.advance(rows_B, last_B, verification)
@@ -131,5 +131,5 @@ class DeviceStep:
         return verification, rows_B, drafts, pack_report(verification, drafts)
 
     def _drafts(self, rows_B: torch.Tensor, num_drafts: int) -> Drafts:
-        """Return the drafts for the rows that sampled so that they can be sent to the host."""
+        """Return the drafts of the rows that sampled, in order to copy them to the host."""
         return self._requests.drafts(rows_B, num_drafts)

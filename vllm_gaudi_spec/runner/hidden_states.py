@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Located(NamedTuple):
-    """The position and number of real tokens in each row of a rectangle."""
+    """The start position and the number of real tokens for each row in a padded batch."""
 
     starts_B: torch.Tensor
     """int32: position of each row's first token."""
@@ -26,16 +26,16 @@ class Located(NamedTuple):
 
 class SampledStates(NamedTuple):
     hidden_NH: torch.Tensor
-    """Hidden states at N = B * Q positions, or at the listed positions."""
+    """Hidden states at all N = B * Q positions, or at the listed positions."""
     positions_BQ: torch.Tensor
     num_drafts_B: torch.Tensor
     """int32: number of drafts that each row had in the forward pass."""
 
 
 class HiddenStateBuffer:
-    """Each row's hidden states, the position of the first one, and the number of drafts among the row's tokens.
+    """Hidden states of each row, with the position of the first one and the number of drafts among the row's tokens.
 
-    Forward passes store hidden states here, so that one sampling pass can serve any combination of a step's rectangles.
+    Forward passes store hidden states here, so that one sampling pass can serve any combination of batches in a step.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class HiddenStateBuffer:
         self._hidden_NH = torch.zeros(num_rows * num_queries, hidden_size, dtype=dtype, device=device)
         """N = R * Q. The tensor is flat, because devices that capture steps can change a tensor only as a whole."""
         self.chunk_TH = torch.zeros(max_chunk_tokens, hidden_size, dtype=dtype, device=device)
-        """All hidden states of the latest batch of prompt chunks, used to score prompt tokens."""
+        """All hidden states of the latest batch of prompt chunks, which are used to score prompt tokens."""
         self._carried_NH, self._carried_chunk_TH = self._hidden_NH, self.chunk_TH
         if carried_size is not None:
             self._carried_NH, self._carried_chunk_TH = (
@@ -67,14 +67,13 @@ class HiddenStateBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Total size of the hidden-state buffers."""
         tensors = {self._hidden_NH, self.chunk_TH, self._carried_NH, self._carried_chunk_TH}
         return sum(tensor.nbytes for tensor in tensors)
 
     def put(self, phase: str, queries: int, rows_B: torch.Tensor, located: Located, hidden: Hidden) -> None:
         """Store the hidden states of the T tokens in a forward pass.
 
-        A decode samples at all of its tokens, but a prompt chunk samples only at its last token.
+        A decode samples at all of its tokens, whereas a prompt chunk samples only at its last token.
         """
         last_B = (located.num_real_B - 1).clamp(min=0)
         if phase == DECODE:
@@ -93,7 +92,7 @@ class HiddenStateBuffer:
         self._num_drafts_R.index_copy_(0, rows_B, num_drafts_B)
 
     def take(self, rows_B: torch.Tensor, num_queries: int, index_2N: torch.Tensor | None = None) -> SampledStates:
-        """Return the hidden states from which to sample: all of each row's, or those listed in `index_2N`."""
+        """Return the hidden states from which to sample: either all of them or those listed in `index_2N`."""
         offsets_Q = torch.arange(num_queries, dtype=torch.int32, device=rows_B.device)
         if index_2N is None:
             index_N = self._index(rows_B, num_queries)
@@ -109,7 +108,7 @@ class HiddenStateBuffer:
     # --- hidden states that heads read ---
 
     def _destinations(self, hidden: Hidden) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Return each kind of hidden state with its row buffer and its chunk buffer."""
+        """Return each kind of hidden states with its row buffer and chunk buffer."""
         pairs = [(hidden.last, self._hidden_NH, self.chunk_TH)]
         if self._carried_NH is not self._hidden_NH:
             assert hidden.carried is not None
@@ -117,11 +116,11 @@ class HiddenStateBuffer:
         return pairs
 
     def first(self, rows_B: torch.Tensor) -> torch.Tensor:
-        """Return the position of each row's first hidden state, int32 [B]."""
+        """Return the position of the first hidden state in each row, int32 [B]."""
         return self._first_R.index_select(0, rows_B)
 
     def carried(self, rows_B: torch.Tensor, num_queries: int) -> torch.Tensor:
-        """Return the hidden states that heads read, starting with each row's first one, [B * Q, H]."""
+        """Return the hidden states that heads read, starting with the first one in each row, [B * Q, H]."""
         return self._carried_NH.index_select(0, self._index(rows_B, num_queries))
 
     def chunk(self, num_tokens: int) -> torch.Tensor:
@@ -129,7 +128,7 @@ class HiddenStateBuffer:
         return self._carried_chunk_TH.narrow(0, 0, num_tokens)
 
     def last_accepted(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-        """Return the hidden state from which the last of each row's `lengths_B` tokens was sampled, [B, H]."""
+        """Return the hidden state from which the last of the `lengths_B` tokens in each row was sampled, [B, H]."""
         offset_B = (lengths_B - 2 - self.first(rows_B)).clamp(min=0, max=self._num_queries - 1)
         return self._hidden_NH.index_select(0, (rows_B.int() * self._num_queries + offset_B).long())
 

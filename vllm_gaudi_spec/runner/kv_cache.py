@@ -1,4 +1,4 @@
-"""The KV cache, allocated as planned by the engine, and the function that copies its blocks."""
+"""The KV cache, which is allocated as the engine has planned, and the function that copies its blocks."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class KVCache:
         self.copy_blocks = backend.memory.make_block_copier(self.by_layer)
         """Function that copies blocks, given pairs of source and destination block IDs."""
         self.num_blocks = kv_cache_config.num_blocks
-        # All layers share one allocation, and each layer reports the whole allocation's size.
+        # All layers share one allocation, and each layer reports the size of the whole allocation.
         self.num_bytes = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)
         self.layer_groups = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
         specs = [_layer_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
         self.block_sizes = [spec.block_size for spec in specs]
         self.windows = [spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs]
-        """The sliding window of each group's layers, or None."""
+        """The sliding window of the layers in each group, or None."""
 
     def warm_up(self) -> None:
         """Copy the pad block to itself."""
@@ -41,13 +41,13 @@ class KVCache:
 
 
 def single_forward_config(specs: dict[str, FullAttentionSpec], *, max_tokens: int, max_rows: int) -> KVCacheConfig:
-    """Return the KV cache config for an encoder, whose KV is needed only during one forward pass.
+    """Return the KV cache config for an encoder, whose KV is needed only during a single forward pass.
 
-    A prompt is computed in a single pass, and a layer's KV is not read again after that layer's attention. Therefore,
-    all layers share the same memory, which has room for the largest forward pass and the pad block.
+    A prompt is computed in one forward pass, and the KV of a layer is not needed after the attention of that layer. All
+    layers therefore share memory, which is large enough for the largest forward pass and the pad block.
     """
     (spec,) = set(specs.values())
-    # Each row's last block may hold only one token.
+    # The last block of each row may contain only one token.
     num_blocks = 1 + max_tokens // spec.block_size + max_rows
     size = num_blocks * spec.page_size_bytes
     return KVCacheConfig(

@@ -1,7 +1,7 @@
-"""Device memory during warm-up: how much captured graphs keep and which option to lower if memory runs out.
+"""Device memory during warm-up: how much memory captured graphs keep, and which option to lower if it runs out.
 
-A Gaudi that runs out of memory cannot serve any more requests, so nothing is retried. Instead, a one-line error names
-the option to change.
+After running out of memory, a Gaudi cannot serve any more requests, so nothing is retried. Instead, a one-line error
+names the option to change.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 class WarmUpMemory:
-    """Measures how much memory warm-up jobs keep on devices that report their free memory."""
+    """Measures the memory that warm-up runs keep, on devices that report their free memory."""
 
     def __init__(self, memory: Memory, vllm_config: VllmConfig, kv_bytes: int, *, where: str = "in warm-up") -> None:
-        """Prepare to measure. `kv_bytes` is the KV cache's size, or 0 before it exists. Errors mention `where`."""
+        """Prepare for measuring. `kv_bytes` is the KV cache size, or 0 before it exists. Errors mention `where`."""
         self._where = where
         self._memory = memory
         self._vllm_config = vllm_config
         self._kv_bytes = kv_bytes
         self._kept: Counter[str] = Counter()
-        """Number of bytes kept by each kind of job."""
+        """Number of bytes kept by warm-up runs of each kind."""
         self._runs: Counter[str] = Counter()
 
     @contextmanager
     def measure(self, job: Job, rest: Sequence[Job]) -> Iterator[None]:
-        """Measure the job that runs in this context. `rest` lists the jobs that run after it."""
+        """Measure the warm-up run that takes place in this context. `rest` lists the runs that follow it."""
         free = self._memory.free_bytes()
         try:
             yield
@@ -51,7 +51,7 @@ class WarmUpMemory:
             self._runs[job.kind] += 1
 
     def summary(self) -> str | None:
-        """Return a log line, or None if the device does not report its free memory."""
+        """Return a line for the log, or None if the device does not report its free memory."""
         if not self._runs:
             return None
         kinds = ", ".join(f"{format_size(self._kept[kind])} in {runs} {kind}" for kind, runs in self._runs.items())
@@ -73,17 +73,17 @@ class WarmUpMemory:
         )
 
     def _estimate_kept(self, job: Job) -> int:
-        """Return how many bytes a job will probably keep: the average for its kind so far, or 0 if none has run.
+        """Return the number of bytes that a run will probably keep: the average for its kind so far, or 0 without any.
 
-        The largest jobs of each kind run first, so this is an upper bound.
+        The largest runs of each kind are first, so this is an upper bound.
         """
         return max(self._kept[job.kind], 0) // max(self._runs[job.kind], 1)
 
 
 def suggest_option(vllm_config: VllmConfig, kind: str, kv_bytes: int, missing: int) -> str:
-    """Return the option to lower, with its current value and a value that frees `missing` bytes for this kind of job.
+    """Return the option to lower, with its current value and a value that frees `missing` bytes for runs of this kind.
 
-    If the KV cache would have to shrink by more than half, this is the number of sequences or the chunk length.
+    If the KV cache would have to shrink by more than half, the result is the number of sequences or the chunk length.
     """
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     share = 1 - max(missing, 1) / max(kv_bytes, 1)
@@ -106,8 +106,8 @@ def suggest_option(vllm_config: VllmConfig, kind: str, kv_bytes: int, missing: i
 def _suggest_for_prompt_logprobs(vllm_config: VllmConfig) -> str:
     """Return the option to lower for prompt log-probabilities.
 
-    The memory that they need does not depend on the number of requests or the chunk length. If the number of
-    log-probabilities is not the cause, only reducing the weights per rank frees memory.
+    The memory required does not depend on the number of requests or the chunk length. If the number of
+    log-probabilities is not the cause, only fewer weights per rank would free memory.
     """
     max_logprobs = vllm_config.model_config.max_logprobs
     if not 0 <= max_logprobs <= USUAL_LOGPROBS:

@@ -1,4 +1,4 @@
-"""The model runner, which turns scheduler outputs into sampled tokens. This file defines the order of operations."""
+"""The model runner, which turns scheduler outputs into sampled tokens. This module defines the order of a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ModelRunner(RunnerParts):
-    """Runs a worker's steps."""
+    """Runs the steps of a worker."""
 
     def __init__(self, vllm_config: VllmConfig, backend: DeviceBackend, *, shows_progress: bool) -> None:
         super().__init__(vllm_config, backend, shows_progress=shows_progress)
@@ -40,12 +40,12 @@ class ModelRunner(RunnerParts):
     # --- a step, split into the two halves that vLLM calls ---
 
     def execute_model(self, scheduled: SpecSchedulerOutput) -> ModelRunnerOutput | None:
-        """Prepare and run the forward passes. Return None if `sample_tokens` will return the step's output."""
+        """Prepare and run the forward passes. Returns None if `sample_tokens` will return the output of the step."""
         self.apply(scheduled)
         for extension in self.extensions:
             extension.before_forwards(scheduled)
         if not scheduled.total_num_scheduled_tokens:
-            # vLLM runs this step after the last request has ended. The next step may come much later.
+            # vLLM runs this step after the last request has ended. It may be a long time before the next step.
             idle = CountedOutput([], {}, worked=self.recorder.make_counts(self.backend, is_last=True))
             self.end_step(idle)
             return idle
@@ -68,18 +68,18 @@ class ModelRunner(RunnerParts):
         pending, self.pending = self.pending, []
         self.recorder.step_done()
         output = pooling.report(pending, self.recorder.make_counts(self.backend))
-        self.batches = []  # batches hold encoder outputs that vLLM may free
+        self.batches = []  # batches contain encoder outputs that vLLM may free
         self.backend.graphs.step_done()
         return output
 
     def execute_dummy_batch(self) -> None:
-        """Participate in a step of the data-parallel peers while this rank has no requests."""
+        """Take part in a step of data-parallel peers while this rank has no requests."""
         for planned in self.fit([]):
             self.forward(self.make_batch(planned))
         self.backend.graphs.step_done()
 
     def sample_tokens(self, constraints: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Verify drafts, advance the requests, report the results, and propose new drafts."""
+        """Verify drafts, advance requests, report results, and propose new drafts."""
         pending, self.pending = self.pending, []
         if not pending:
             return EMPTY_MODEL_RUNNER_OUTPUT
@@ -94,7 +94,7 @@ class ModelRunner(RunnerParts):
         return self.report if self.async_scheduling else self.read(self.report, max_drafts)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Return the drafts that follow the latest step that the host has read, or None if they stay on the device."""
+        """Return the drafts after the latest step that the host has read, or None if they stay on the device."""
         report = self.report
         if report is None or report.step is None or not self.host_needs_drafts(report.step.requests):
             return None
@@ -113,9 +113,9 @@ class ModelRunner(RunnerParts):
         return planned
 
     def apply(self, scheduled: SpecSchedulerOutput) -> None:
-        """Apply the scheduler's output: admitted, ended, and continued requests."""
+        """Apply the scheduler's output: requests that were admitted, have ended, or continue."""
         self.requests.apply(scheduled)
-        # vLLM requests zeroed blocks only for layers that keep state in KV blocks, and such layers are refused.
+        # vLLM requests zeroed blocks only for layers that store state in KV blocks, and such layers are not supported.
         assert not scheduled.new_block_ids_to_zero
         if copies := scheduled.kv_cache_block_copies:
             self.kv_cache.copy_blocks([(copy.src_block_id, copy.dst_block_id) for copy in copies])
@@ -124,7 +124,7 @@ class ModelRunner(RunnerParts):
         if self.pooling is None and self.requests.admitted:
             for request in self.requests.admitted:
                 self.sampling.admit(request)
-            # This is done here so that a row's values are set even if its request never samples.
+            # Flush here, so that the values of a row are set even if its request never samples.
             self.sampling.flush()
         self.drafting.apply(self.requests)
         if (status := scheduled.drafter_status) is not None:
@@ -136,7 +136,7 @@ class ModelRunner(RunnerParts):
         """Return the maximum number of drafts that this step may verify for each request.
 
         With async scheduling, a -1 in the scheduler's output is a placeholder for a draft that exists only on the
-        device. Without async scheduling, it is padding.
+        device. With synchronous scheduling, it is padding.
         """
         by_id = scheduled.scheduled_spec_decode_tokens
         paddings = 0 if self.async_scheduling else 1
@@ -150,7 +150,7 @@ class ModelRunner(RunnerParts):
         return num_drafts
 
     def make_batch(self, planned: Planned, max_drafts: int = 0) -> Batch:
-        """Copy a planned batch to the device, including the inputs of the drafter and the extensions."""
+        """Copy a planned batch to the device, with the inputs that the drafter and the extensions need."""
         if planned.shape.phase == DECODE:
             batch = self.requests.make_batch(planned, max_drafts, self.drafting.host_drafts(planned.requests))
         else:
@@ -166,7 +166,7 @@ class ModelRunner(RunnerParts):
         self.device_step.forward(shape.phase, shape.queries, from_start, *inputs)
 
     def forward(self, batch: Batch) -> None:
-        """Run the target on a batch, then everything that must read its hidden states before the next forward pass."""
+        """Run the target on a batch, and then everything that reads its hidden states before the next forward pass."""
         self.compute(batch)
         if not batch.requests:  # a forward pass that only data-parallel peers need
             return
@@ -208,10 +208,10 @@ class ModelRunner(RunnerParts):
         return StepResult(batch.requests, verification, rows_B, packed, signature=signature, drafts=drafts)
 
     def send_and_propose(self, step: StepResult, sampled: SampledRows, branch: Branch, max_drafts: int) -> Report:
-        """Send the tokens to the host before the drafter runs, so that they do not wait for it.
+        """Send the sampled tokens to the host before the drafter runs, so that they do not wait for drafting.
 
-        If the host needs the drafts too, tokens and drafts are sent in one copy after drafting, so that a step has only
-        one device-to-host sync.
+        If the host also needs the drafts, tokens and drafts are sent in one copy after drafting, so that the step still
+        has only one device-to-host sync.
         """
         is_complete = step.drafts is not None or not self.host_needs_drafts(sampled.requests)
         report = self.reports.send(step) if is_complete else None
@@ -224,21 +224,21 @@ class ModelRunner(RunnerParts):
         return self.reports.send(step)
 
     def drafts_after(self, step: StepResult) -> Drafts:
-        """Return the drafts for the rows that sampled as device tensors, which can be sent to the host."""
+        """Return the drafts of the rows that sampled, as device tensors that can be sent to the host."""
         assert step.rows_B is not None
         self.recorder.saw(drafts_signature(len(step.rows_B)))
         return self.device_step.drafts(step.rows_B, self.num_drafts)
 
     def host_needs_drafts(self, requests: list[Request]) -> bool:
-        """Whether vLLM's scheduler needs the drafts that this step makes.
+        """Whether vLLM's scheduler needs the drafts generated in this step.
 
-        Without async scheduling, it always does. With async scheduling, drafts stay on the device, unless a grammar
-        must check them before they are verified.
+        With synchronous scheduling, it always does. With async scheduling, drafts stay on the device, unless a grammar
+        must check them before verification.
         """
         return not self.async_scheduling or any(request.params.structured_outputs for request in requests)
 
     def read(self, report: Report, max_drafts: int) -> ModelRunnerOutput:
-        """Wait for a step's results, then run any drafter that runs on the host."""
+        """Wait for the results of a step, and then run the drafter if it runs on the host."""
         output = report.get_output()
         step = report.step
         assert step is not None

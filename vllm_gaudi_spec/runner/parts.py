@@ -1,4 +1,4 @@
-"""The long-lived parts of the model runner: the models, the request state, and the objects that compute a step."""
+"""The long-lived parts of the model runner: models, request state, and the objects that compute a step."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RunnerParts:
         self.encoders: Encoders | None = None
         if self.vllm_config.model_config.supports_multimodal_inputs and self.backend.traits.captures:
             self.encoders = Encoders(self.vllm_config, self.target.model)
-        if self.vllm_config.lora_config is not None:  # last, since a head shares the target's layers without adapters
+        if self.vllm_config.lora_config is not None:  # last, because a head shares layers without adapters
             self.target.adapters = Adapters(self.vllm_config, self.target.model, self.backend)
         self.residence = Residence(self.backend, self.target, self.drafter)
 
@@ -107,8 +107,8 @@ class RunnerParts:
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *, profiled_blocks: int | None = None) -> None:
         """Create everything that depends on the KV cache.
 
-        A profile run passes `profiled_blocks`, the number of blocks from which to derive sizes, and does not create
-        drafters that run on the host or user-defined logits processors.
+        A profile run passes `profiled_blocks`, the number of blocks from which sizes are derived, and does not create
+        host drafters or user-defined logits processors.
         """
         self._make_kv_cache(kv_cache_config, profiled_blocks)
         self.custom: CustomProcessors | None = None
@@ -147,7 +147,7 @@ class RunnerParts:
         device = self.backend.traits.torch_device
         self.target.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
         self.target.make_states(self.max_rows + 1, self.num_snapshots, num_pending(self.num_drafts), device)
-        # If a drafter has its own positions, `DrafterKVRegion` binds its KV.
+        # If a drafter has its own positions, its KV is bound by `DrafterKVRegion`.
         drafter = None if self.speculation and self.speculation.retokenizes else self.drafter
         if drafter is not None:
             drafter.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
@@ -181,7 +181,7 @@ class RunnerParts:
         )
 
     def _make_extensions(self) -> None:
-        """Create the extensions that this model and these options need, in the order in which a step calls them."""
+        """Create the extensions that this model and these options need, in the order in which steps call them."""
         model_config, target = self.model_config, self.target
         found: list[Extension | None] = []
         self.pooling: Pooling | None = None
@@ -220,7 +220,7 @@ class RunnerParts:
         self.sample_shapes = SampleShapes(
             self.shapes,
             max_rows=self.max_rows,
-            # Custom processors may run arbitrary code on the host, so they are not captured. They index logits by row.
+            # Custom processors may run arbitrary code on the host, so they are not captured; they index logits by row.
             lists=self.backend.traits.compiles and self.custom is None,
             needs_rectangle=rectangles,
         )
@@ -244,7 +244,7 @@ class RunnerParts:
         )
 
     def release_late_interaction_query_cache(self, query_keys: list[str]) -> None:
-        """Release queries that have been compared with all of their documents. Called by vLLM's worker class."""
+        """Release queries that have been compared with all of their documents. Called by vLLM's worker."""
         if self.pooling is not None:
             self.pooling.comparisons.release_queries(query_keys)
 
@@ -270,5 +270,5 @@ class RunnerParts:
         return self.target.model
 
     def get_draft_model(self) -> nn.Module | None:
-        """Return the drafter's model, or None if the drafter has no model."""
+        """Return the drafter's model, or None if the drafter is not a model."""
         return None if self.drafter is None else self.drafter.model

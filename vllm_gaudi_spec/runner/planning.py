@@ -1,4 +1,4 @@
-"""Planning of a step's batches: which requests decode, which prefill, and in which rectangles of rows and tokens."""
+"""Planning of the batches in a step: which requests decode, which requests prefill, and in which padded batches."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def locate(phase: str, rows: RowInputs, requests: Requests) -> Located:
-    """Return where each row's tokens begin and how many of them are real.
+    """Return where the tokens of each row begin and how many of them are real.
 
-    Prompt chunks start at the host's count of computed tokens. Decodes start at the device's count and verify the
-    drafts that the device has, up to the number that the host scheduled.
+    Prompt chunks start at the host's number of computed tokens. Decodes start at the device's number and verify the
+    drafts that the device has, up to the number that the host has scheduled.
     """
     starts_B, num_real_B = rows.starts_B, rows.counts_B
     if phase == DECODE:
@@ -39,7 +39,7 @@ def locate(phase: str, rows: RowInputs, requests: Requests) -> Located:
 
 
 def build_inputs(queries: int, rows: RowInputs, located: Located, requests: Requests) -> Inputs:
-    """Gather the tokens of a rectangle on the device."""
+    """Gather the tokens of a padded batch on the device."""
     offsets_Q = torch.arange(queries, dtype=torch.int32, device=located.starts_B.device)
     tokens_BQ = requests.tokens_at(rows.rows_B, located.starts_B[:, None] + offsets_Q)
     row_operations = requests.backend.row_operations
@@ -49,9 +49,9 @@ def build_inputs(queries: int, rows: RowInputs, located: Located, requests: Requ
 def make_sample_batch(
     requests: Requests, shape: SampleShape, members: list[Request], num_positions: Sequence[int] = ()
 ) -> SampleBatch:
-    """Make the batch for the sampling pass.
+    """Create the batch for the sampling pass.
 
-    If the shape lists positions, `num_positions` contains the number of positions for each request in `members`.
+    If the shape lists positions, `num_positions` contains the number of positions of each request in `members`.
     """
     rows_np = requests.pad_rows(members, shape.rows)
     if not shape.positions:
@@ -69,7 +69,7 @@ def make_sample_batch(
 
 
 def list_finishing(planned: Planned) -> list[tuple[Request, int, int]]:
-    """Return the requests that sample, each with its maximum length including the step's drafts and the maximum number
+    """Return the requests that sample, each with its maximum length including this step's drafts and the maximum number
     of positions at which it may sample."""
     is_decode = planned.shape.phase == DECODE
     members = zip(planned.requests, planned.starts, planned.counts, planned.finishes, strict=True)
@@ -93,14 +93,14 @@ def plan_batches(
     num_drafts: dict[str, int],
     lookahead: int = 0,
 ) -> list[Planned]:
-    """Plan running decodes as one rectangle, then all other requests in the scheduler's order.
+    """Plan running decodes as one padded batch, followed by all other requests in the scheduler's order.
 
-    The order matters: a request admitted after a prefix cache hit may read blocks that are written in the same step,
-    either by a decode that fills its block or by a prompt chunk admitted earlier. A prompt with one token left is also
-    run as a decode but keeps its position among the chunks.
+    The order matters, because a request admitted with a prefix cache hit may read blocks that are written in the same
+    step, either by a decode that fills the block or by a prompt chunk admitted earlier. A prompt with one token left
+    also runs as a decode but keeps its position among the chunks.
 
-    `num_drafts` maps a request to the maximum number of drafts that this step may verify; the default is 0. A decode's
-    blocks have room for `lookahead` tokens after the first, so that a drafter can use the same blocks.
+    `num_drafts` maps each request to the maximum number of drafts that this step may verify, by default 0. The blocks
+    of a decode have room for `lookahead` tokens after the first one, so that a drafter can use the same blocks.
     """
     running: list[Request] = []
     others: list[tuple[Request, int]] = []

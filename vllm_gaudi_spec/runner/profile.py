@@ -1,7 +1,7 @@
-"""The profile run, which measures the peak memory of the largest steps to determine the size of the KV cache.
+"""The profile run, which measures the peak memory of the largest steps in order to choose the size of the KV cache.
 
-Steps run on padding without being captured, and the KV cache has only a few blocks. Steps are as large as warm-up steps
-would be if the KV cache got all of the remaining memory, which is slightly more than it will get.
+Steps run on padding without being captured, and the KV cache has only a few blocks. These steps are as large as in a
+warm-up in which the KV cache has all of the remaining memory, which is slightly more than it will get.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _BLOCKS = 2
 
 
 def peak_bytes(runner: ModelRunner, budget: int) -> int:
-    """Return the number of bytes that the largest steps need besides weights and KV, or 0 if unknown.
+    """Return the number of bytes that the largest steps need in addition to weights and KV, or 0 if unknown.
 
-    `budget` is the number of bytes that would be available to the KV cache if steps needed no memory.
+    `budget` is the number of bytes that the KV cache would get if steps needed no memory.
     """
     if not runner.backend.memory.measures_peak:
         return 0
@@ -45,7 +45,7 @@ def peak_bytes(runner: ModelRunner, budget: int) -> int:
         vars(runner).clear()
         vars(runner).update(before)
         clear_layer_kv_caches(runner.vllm_config.compilation_config.static_forward_context.values())
-        gc.collect()  # the runner's parts form reference cycles
+        gc.collect()  # parts of the runner form reference cycles
     needed = ", ".join(f"{format_size(peak)} ({kind})" for kind, peak in peaks.items())
     logger.info("The largest steps need %s.", needed)
     kind = max(peaks, key=lambda kind: peaks[kind])
@@ -58,7 +58,7 @@ def peak_bytes(runner: ModelRunner, budget: int) -> int:
 
 
 def _peaks(runner: ModelRunner, few: KVCacheConfig, num_blocks: int) -> dict[str, int]:
-    """Return the peak memory use of each kind of job. This changes the runner."""
+    """Return the peak memory use of each kind of warm-up run. This function modifies the runner."""
     memory = runner.backend.memory
     runner.backend = replace(runner.backend, graphs=runner.backend.graphs.uncaptured())
     runner.recorder = StepRecorder()
@@ -74,10 +74,10 @@ def _peaks(runner: ModelRunner, few: KVCacheConfig, num_blocks: int) -> dict[str
 
 
 def _largest(jobs: Iterator[Job]) -> Iterator[Job]:
-    """Yield two of the largest jobs of each kind: one with the longest context and one with the most complex branch.
+    """Yield two of the largest runs of each kind: one with the longest context and one with the most complex branch.
 
-    The first job of a kind has the longest context, and the last has the most complex branch. If these are the same
-    job, it is yielded twice, so that ranks with job lists of different lengths run the same number of jobs.
+    The first run of a kind has the longest context, and the last has the most complex branch. If both are the same run,
+    it is yielded twice, so that ranks whose lists have different lengths run the same number.
     """
     by_kind: dict[str, list[Job]] = {}
     for job in jobs:
@@ -91,7 +91,7 @@ def _largest(jobs: Iterator[Job]) -> Iterator[Job]:
 
 
 def _kv_cache_configs(runner: ModelRunner, budget: int) -> tuple[KVCacheConfig, int]:
-    """Return a KV cache config with only a few blocks, and the number of blocks that fit in `budget`."""
+    """Return a KV cache config with only a few blocks, and the number of blocks that would fit in `budget`."""
     vllm_config = runner.vllm_config
     groups = get_kv_cache_groups(vllm_config, runner.kv_cache_spec())
     expected = get_kv_cache_config_from_groups(vllm_config, groups, budget).num_blocks

@@ -1,4 +1,4 @@
-"""Transfer of a step's results to the host in one copy, and their conversion to vLLM's records."""
+"""Transfer of a step's results to the host in a single copy, and their conversion to vLLM's records."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def _move_tensors(
 
 
 def drop_scores(step: StepResult, shape: SampleShape) -> None:
-    """Remove a step's log-probabilities, which no request asked for, so that they are not copied to the host.
+    """Remove log-probabilities that no request asked for from a step, so that they are not copied to the host.
 
-    A full branch computes them regardless. Without them, the report has the same form as in other steps of this size,
-    which saves a graph.
+    A full sampling branch always computes log-probabilities. Without them, the report has the same shape as in other
+    steps of this size, which saves a graph.
     """
     assert step.verification is not None
     step.verification = step.verification._replace(logprobs=None, scores=None)
@@ -82,7 +82,7 @@ def drop_scores(step: StepResult, shape: SampleShape) -> None:
 
 
 class Reports:
-    """Sends a step's results to the host as one float32 tensor."""
+    """Sends the results of a step to the host as one float32 tensor."""
 
     def __init__(self, backend: DeviceBackend, downloads: Downloads, recorder: StepRecorder) -> None:
         self._downloads = downloads
@@ -90,7 +90,7 @@ class Reports:
         self._pack = backend.graphs.graph(_pack)
 
     def send(self, step: StepResult) -> Report:
-        """Start copying a step's results. The step's tensors may be overwritten once this method has returned."""
+        """Start copying a step's results. The step's tensors may be overwritten after this method has returned."""
         if step.packed is not None and not _has_scores(step.verification):
             return Report(step, self._downloads.start(step.packed))
         parts = _list_tensors(step)
@@ -115,40 +115,39 @@ def _has_scores(verification: Verification | None) -> bool:
 
 
 def pack_report(verification: Verification, drafts: Drafts | None) -> torch.Tensor:
-    """Return the packed report for a step without log-probabilities."""
+    """Return the packed report of a step without log-probabilities."""
     return _pack(*_list_tensors(StepResult([], verification._replace(logprobs=None, scores=None), drafts=drafts)))
 
 
 def _pack(*parts: torch.Tensor) -> torch.Tensor:
     """Return all values as float32, which represents token IDs, ranks, and counts below 2**24 exactly.
 
-    Values are converted instead of reinterpreted because, on a Gaudi in lazy mode, `view(dtype)` also converts.
+    Values are converted rather than reinterpreted, because `view(dtype)` also converts on a Gaudi in lazy mode.
     """
     return torch.cat([part.flatten().float() for part in parts])
 
 
 class Report(AsyncModelRunnerOutput):
-    """A step's results, which are being copied to the host.
+    """The results of a step while they are being copied to the host.
 
     The copy starts before this object is created and before the next step overwrites the results.
     """
 
     def __init__(self, sent: StepResult, wait: Wait | None) -> None:
-        """Create the report. `wait` returns all tensors in `sent` as one host tensor, or is None if there are none."""
-        self._sent = sent  # its tensors are on the device; other fields may be set until `get_output` is called
+        """Create the report. `wait` returns all tensors in `sent` as one host tensor. None if there are none."""
+        self._sent = sent  # the tensors are on the device; other fields may be set until `get_output` is called
         self._wait = wait
         self.step: StepResult | None = None
-        """The step on the host, or None until it has been copied."""
+        """The results on the host, or None until they have been copied."""
         self.worker_counts: WorkerCounts | None = None
-        """The worker's counters, reported with this step."""
+        """The worker's counters, which are reported with this step."""
         self.kv_connector_output: KVConnectorOutput | None = None
 
     def to_host(self) -> StepResult:
-        """Wait for the copy and return the step on the host."""
         if self._wait is None:
             return self._sent
         packed, begin = self._wait(), 0
-        self._wait = None  # release the device's copy
+        self._wait = None  # release the copy on the device
 
         def cut(like: torch.Tensor) -> torch.Tensor:
             nonlocal begin
@@ -195,8 +194,8 @@ class Report(AsyncModelRunnerOutput):
 def copy_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy that vLLM can serialize.
 
-    vLLM's message encoder views a tensor as bytes, which requires the last stride to be 1. A contiguous tensor may have
-    any stride in a dimension of size 1, so `contiguous` could return it unchanged.
+    vLLM's message encoder views a tensor as bytes, which requires a last stride of 1. A contiguous tensor may have any
+    stride in a dimension of size 1, so `contiguous` could return it unchanged.
     """
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -205,14 +204,13 @@ _REASONS = {FAULTY: NoDraftReason.FAULT, UNVERIFIED: NoDraftReason.UNVERIFIED}
 
 
 def _verified_round(verified: dict[str, int], failed: dict[str, int]) -> list[DraftRound]:
-    """Return what the device observed about the draft round that this step verified."""
+    """Return what the device has observed about the drafts that this step verified."""
     faulty = tuple(req_id for req_id, number in failed.items() if number == FAULTY)
     worked = max(verified.values(), default=0) > 0 or UNVERIFIED in failed.values()
     return [DraftRound(faulty, worked)] if faulty or worked else []
 
 
 def _list_sampled_tokens(step: StepResult) -> list[list[int]]:
-    """Return the new tokens of each request that sampled."""
     if step.verification is None:
         return []
     rows, counts = step.verification.tokens_BQ.tolist(), step.verification.num_sampled_B.tolist()
@@ -220,7 +218,7 @@ def _list_sampled_tokens(step: StepResult) -> list[list[int]]:
 
 
 def _join_logprobs(step: StepResult, sampled: list[list[int]]) -> LogprobsLists | None:
-    """Return one table for all of the step's tokens. Entries that a request did not ask for are empty."""
+    """Return a single table for all tokens of the step. Entries that a request did not ask for are empty."""
     verified = step.verification
     if verified is None or not _has_scores(verified):
         return None

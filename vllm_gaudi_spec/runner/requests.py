@@ -1,8 +1,8 @@
-"""Request state that persists across steps, with one row per running request.
+"""Request state that persists between steps, with one row per running request.
 
-The device holds the state that changes with every token: the token history and the number of its tokens that have KV.
-Work between two steps therefore never waits for the host. The host holds the scheduler's data: block tables and
-parameters. Hidden states are in hidden_states.py.
+The device stores the state that changes with every token: the token history and the number of tokens that have KV. Work
+between two steps therefore never waits for the host. The host stores the scheduler's data: block tables and parameters.
+Hidden states are in hidden_states.py.
 
 Row `pad_row` belongs to no request. Padding reads from and writes to this row.
 """
@@ -47,8 +47,8 @@ class Requests:
         """Allocate the rows.
 
         Args:
-            windows: Sliding window of each KV cache group's layers, or None.
-            in_flight: Maximum number of tokens by which the host may overestimate a row's length, counting this step's.
+            windows: Sliding window of the layers in each KV cache group, or None.
+            in_flight: Maximum number of tokens by which the host may overestimate a row's length, including this step.
             keeps_kv: False for encoders, whose KV is needed only during one forward pass and whose requests get no
                 blocks from the scheduler.
         """
@@ -59,11 +59,11 @@ class Requests:
         self.block_sizes = block_sizes
         self.by_id: dict[str, Request] = {}
         self.admitted: list[Request] = []
-        """Requests that were assigned rows in the last `apply`."""
+        """Requests that were assigned rows by the last `apply`."""
         self.freed_rows: list[int] = []
-        """Rows that were freed in the last `apply`."""
+        """Rows that were freed by the last `apply`."""
         self.ended: list[str] = []
-        """IDs of the requests that finished in the last `apply`."""
+        """IDs of requests that finished in the last `apply`."""
         self.loaded_blocks: list[int] = []
         """KV blocks that a KV connector fills in the current step."""
         self._free_rows = list(range(max_rows - 1, -1, -1))
@@ -73,9 +73,9 @@ class Requests:
         sizes = block_sizes if keeps_kv else []
         self.tables_np = [np.zeros((max_rows + 1, -(-max_context // size)), dtype=np.int32) for size in sizes]
         self.num_blocks = [np.zeros(max_rows + 1, dtype=np.int64) for _ in sizes]
-        # The history is flat, since devices that capture steps can change a tensor only as a whole, not through a view.
+        # The history is flat, because captured steps can change a tensor only as a whole, not through a view.
         self.max_len = max_len
-        if (max_rows + 1) * max_len >= 2**31:  # token addresses are 32-bit
+        if (max_rows + 1) * max_len >= 2**31:  # token addresses have 32 bits
             raise UnsupportedConfigError(
                 f"Token histories of {max_rows} requests of up to {max_len} tokens need more than 2^31 entries. Lower "
                 "--max-num-seqs or --max-model-len."
@@ -83,21 +83,20 @@ class Requests:
         self._history = torch.zeros((max_rows + 1) * max_len, dtype=torch.int32, device=backend.traits.torch_device)
         self.computed_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.traits.torch_device)
         self.num_drafts_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.traits.torch_device)
-        """Number of drafts that await verification after each row's last token, or `FAULTY`."""
+        """Number of drafts that await verification after the last token of each row, or `FAULTY`."""
         self._write_rows = backend.graphs.graph(self._start_rows)
 
     @staticmethod
     def count_history_bytes(max_rows: int, max_len: int) -> int:
-        """Return the size of the token histories."""
         return (max_rows + 1) * max_len * torch.int32.itemsize
 
     @property
     def history_RM(self) -> torch.Tensor:
-        """Return a read-only view of every row's tokens, int32 [R, M]."""
+        """Return a read-only view of the tokens of all rows, int32 [R, M]."""
         return self._history.view(-1, self.max_len)
 
     def in_use(self) -> dict[str, int]:
-        """Return the numbers of requests and rows in use. Both are 0 after a step that ends all requests."""
+        """Return the numbers of requests and rows in use, which are both 0 after a step that ends all requests."""
         return {"requests": len(self.by_id), "rows": self.pad_row - len(self._free_rows)}
 
     # --- the scheduler's output ---
@@ -105,9 +104,9 @@ class Requests:
     def apply(self, scheduled: SpecSchedulerOutput) -> None:
         """Apply the scheduler's output.
 
-        Rows are freed before requests are admitted, because an ID may end and be admitted again in one step. IDs are
-        sorted because the iteration order of a set of strings differs between processes, but all ranks must assign the
-        same rows.
+        Rows are freed before requests are admitted, because a request may end and its ID may be admitted again in the
+        same step. IDs are sorted, because the iteration order of a set of strings differs between processes, but all
+        ranks must assign the same rows.
         """
         self.admitted.clear()
         self.freed_rows.clear()
@@ -128,7 +127,6 @@ class Requests:
             self._write_admitted()
 
     def find_running(self, req_ids: Iterable[str]) -> list[Request]:
-        """Return the requests in `req_ids` that have a row."""
         found = (self.by_id.get(req_id) for req_id in req_ids)
         return [request for request in found if request is not None and request.row != NO_ROW]
 
@@ -136,7 +134,7 @@ class Requests:
         params = new.sampling_params or SamplingParams()
         assert new.prompt_token_ids is not None
         prompt = list(new.prompt_token_ids)
-        request = self.by_id.get(new.req_id)  # under the V2 contract, a resumed request arrives as a new request
+        request = self.by_id.get(new.req_id)  # in vLLM's V2 protocol, a resumed request arrives as a new request
         if request is None:
             seed_words = self._seed_words(new.req_id, params.seed)
             request = Request(req_id=new.req_id, params=params, seed_words=seed_words, prompt=prompt)
@@ -187,7 +185,7 @@ class Requests:
         )
 
     def warm_up(self) -> None:
-        """Run the graphs for admitting requests, using the pad row."""
+        """Run the graphs that admit requests, using the pad row."""
         for num_rows in group_sizes(self.pad_row):
             tokens_NM = np.zeros((num_rows, self.max_len), dtype=np.int32)
             self._write([self.pad_row] * num_rows, tokens_NM, [0] * num_rows)
@@ -214,10 +212,10 @@ class Requests:
     def blocks(
         self, rows_np: np.ndarray, ends: Sequence[int], context: int, counts: Sequence[int] | None = None
     ) -> HostBlocks:
-        """Return the rows' block tables, each wide enough for `context` tokens.
+        """Return the block tables of rows, each wide enough for `context` tokens.
 
-        `ends` holds the token counts of the first rows; the remaining rows are padding. For prompt chunks, `counts`
-        holds the number of tokens in each chunk, and `ends` is exact.
+        `ends` contains the token counts of the first rows; all other rows are padding. For prompt chunks, `counts`
+        contains the number of tokens in each chunk, and `ends` is exact.
         """
         if self._keeps_kv:
             tables = tuple(
@@ -233,7 +231,8 @@ class Requests:
         return HostBlocks(tables, tuple(self.block_sizes), lengths_B=lengths_B, counts_B=counts_B)
 
     def decode_blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> HostBlocks:
-        """Return the blocks for a decode whose first rows have `ends` tokens. `Shapes` defines a decode's `context`."""
+        """Return the blocks for a decode whose first rows have `ends` tokens. `Shapes` defines `context` for
+        decodes."""
         if not self.backend.traits.flat_decode:
             return self.blocks(rows_np, ends, context)
         tables, flat = [], []
@@ -258,13 +257,13 @@ class Requests:
     # --- batches, padded to a shape and copied to the device ---
 
     def pad_rows(self, members: Sequence[Request], size: int) -> np.ndarray:
-        """Return the rows of `members` followed by copies of the pad row, int32 [size]."""
+        """Return the rows of `members`, followed by copies of the pad row, int32 [size]."""
         rows_np = np.full(size, self.pad_row, dtype=np.int32)
         rows_np[: len(members)] = [request.row for request in members]
         return rows_np
 
     def make_batch(self, planned: Planned, max_drafts: int = 0, more: np.ndarray | None = None) -> Batch:
-        """Copy the host's data for a batch to the device: rows, token counts, and KV blocks.
+        """Copy host data for a batch to the device: rows, token counts, and KV blocks.
 
         Args:
             planned: The planned batch.
@@ -311,15 +310,15 @@ class Requests:
     # --- state on the device ---
 
     def tokens_at(self, rows_B: torch.Tensor, positions_BQ: torch.Tensor) -> torch.Tensor:
-        """Return the tokens at these positions in the rows' histories, as int32 in the shape of `positions_BQ`."""
+        """Return the tokens at these positions in the row histories, as int32 in the shape of `positions_BQ`."""
         shape = positions_BQ.shape
         index = rows_B.view(-1, *[1] * (len(shape) - 1)) * self.max_len + positions_BQ
         return self._history.index_select(0, index.flatten()).view(shape)
 
     def advance(self, rows_B: torch.Tensor, last_B: torch.Tensor, verification: Verification) -> None:
-        """Append the sampled tokens and clear the rows' drafts.
+        """Append the sampled tokens and clear the drafts of the rows.
 
-        `last_B` is the position of each row's last token before this step.
+        `last_B` is the position of the last token in each row before this step.
         """
         self._append(rows_B, last_B + 1, verification.tokens_BQ, verification.num_sampled_B)
         # All tokens except the newest have KV.
@@ -327,13 +326,13 @@ class Requests:
         self._drop_drafts(rows_B)
 
     def _drop_drafts(self, rows_B: torch.Tensor) -> None:
-        # With Ascend's CANN before about 8.3, index_fill_ would read each index on the host.
+        # In CANN before about 8.3, index_fill_ would read each index on the host.
         self.num_drafts_R.index_copy_(0, rows_B, torch.zeros_like(rows_B, dtype=torch.int32))
 
     def count_reported_drafts(self, rows_B: torch.Tensor, num_verified_B: torch.Tensor) -> torch.Tensor:
-        """Return the number of each row's verified drafts, as reported to the host, int32 [B].
+        """Return the number of verified drafts in each row, in the encoding reported to the host, int32 [B].
 
-        The number is `FAULTY` if the drafter failed and `UNVERIFIED` if the row had drafts but none were verified.
+        The number is `FAULTY` if the drafter failed, and `UNVERIFIED` if drafts existed but none was verified.
         """
         num_drafts_B = self.num_drafts_R.index_select(0, rows_B)
         reported_B = torch.where((num_drafts_B > 0) & (num_verified_B == 0), UNVERIFIED, num_verified_B)
@@ -344,18 +343,18 @@ class Requests:
         return self.computed_R.index_select(0, rows_B) + 1
 
     def drafts(self, rows_B: torch.Tensor, num_drafts: int) -> Drafts:
-        """Return the drafts that await verification, at most `num_drafts` per row and none for a faulty row."""
+        """Return the drafts that await verification, at most `num_drafts` per row, and none in faulty rows."""
         offsets_K = torch.arange(num_drafts, dtype=torch.int32, device=rows_B.device)
         tokens_BK = self.tokens_at(rows_B, self.lengths(rows_B)[:, None] + offsets_K)
         return Drafts(tokens_BK, self.num_drafts_R.index_select(0, rows_B).clamp(min=0))
 
     def put_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
-        """Write drafts after each row's first `lengths_B` tokens, to be verified in the next step."""
+        """Write drafts after the first `lengths_B` tokens of each row, where the next step verifies them."""
         self._append(rows_B, lengths_B, drafts.tokens_BK, drafts.num_drafts_B)
         self.backend.row_operations.put(self.num_drafts_R, rows_B, drafts.num_drafts_B, pad_row=self.pad_row)
 
     def put_host_drafts(self, rows_B: torch.Tensor, more_BX: torch.Tensor) -> None:
-        """Write drafts made on the host. Each row of `more_BX` holds the number of drafts, followed by the tokens."""
+        """Write drafts generated on the host. Each row of `more_BX` contains the number of drafts and the tokens."""
         num_drafts_B, tokens_BK = more_BX.split([1, more_BX.shape[1] - 1], dim=1)
         self.put_drafts(rows_B, self.lengths(rows_B), Drafts(tokens_BK, num_drafts_B.squeeze(1)))
 
@@ -368,7 +367,7 @@ class Requests:
         )
 
     def set_computed(self, rows_B: torch.Tensor, computed_B: torch.Tensor) -> None:
-        """Set the number of tokens in each row that have KV. The pad row's count stays 0."""
+        """Set the number of tokens that have KV in each row. The pad row's number stays 0."""
         self.backend.row_operations.put(self.computed_R, rows_B, computed_B, pad_row=self.pad_row)
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
@@ -376,7 +375,7 @@ class Requests:
 
 
 def _assign_in_turn(num_rows: int, ends: Sequence[int], context: int, block_size: int) -> np.ndarray:
-    """Return consecutive blocks for each row in turn, starting at block 1, int32 [B, W]. No row keeps its blocks."""
+    """Return consecutive blocks for each row in turn, from block 1 on, int32 [B, W]. No row keeps its blocks."""
     counts_np = np.zeros(num_rows, dtype=np.int32)
     counts_np[: len(ends)] = -(-np.asarray(ends, dtype=np.int32) // block_size)
     first_np = 1 + counts_np.cumsum(dtype=np.int32) - counts_np
@@ -387,10 +386,10 @@ def _assign_in_turn(num_rows: int, ends: Sequence[int], context: int, block_size
 def _list_blocks(
     table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray, num_entries: int, group: int
 ) -> np.ndarray:
-    """Return the rows' blocks from `begin_np` to `end_np` in the `Blocks.flat` format, with `group` blocks per entry.
+    """Return the blocks of rows from `begin_np` to `end_np` in the `Blocks.flat` format, with `group` blocks per entry.
 
-    Padding entries belong to no row. For a resumed request, vLLM substitutes block 0 for blocks before the sliding
-    window. Such blocks are omitted.
+    Padding entries belong to no row. For a resumed request, vLLM replaces blocks before the sliding window with block
+    0. Such blocks are omitted.
     """
     rows = len(table_np)
     table_np = table_np[:, : max(int(end_np.max(initial=0)), 1)]

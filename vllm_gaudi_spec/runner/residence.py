@@ -1,6 +1,6 @@
 """Sleep, wake-up, and weight updates.
 
-Tensors keep their identity, so captured steps stay valid; only their memory is freed, reallocated, or overwritten.
+Tensors keep their identity, so that captured steps stay valid. Only their memory is freed, reallocated, or overwritten.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-WEIGHTS, KV = "weights", "kv_cache"  # vLLM's tags
+WEIGHTS, KV = "weights", "kv_cache"  # vLLM's names for the kinds of memory
 
 
 class Residence:
@@ -35,9 +35,9 @@ class Residence:
     def __init__(self, backend: DeviceBackend, target: LoadedModel, drafter: LoadedModel | None) -> None:
         self._backend, self._target, self._drafter = backend, target, drafter
         self._asleep: dict[str, Callable[[], None]] = {}
-        """Maps a tag to the function that restores its memory."""
+        """Maps each tag to the function that restores its memory."""
         self._incomplete: list[LoadedModel] = []
-        """Models whose weights are incomplete after level 2 sleep or a failed update."""
+        """Models whose weights are incomplete after level 2 sleep or after a failed update."""
         self._is_new = False
         """Whether no step has run since the latest update."""
 
@@ -61,7 +61,7 @@ class Residence:
     def sleep(self, level: int) -> None:
         """Free KV and weights. At level 0 or 1, the host keeps a copy of the weights."""
         for loaded in self._incomplete:
-            finalize_layerwise_reload(loaded.model, loaded.model_config)  # Restore the tensors that steps read.
+            finalize_layerwise_reload(loaded.model, loaded.model_config)  # Restore the tensors that steps use.
         self.discard([KV])
         models = [loaded for loaded in (self._target, self._drafter) if loaded is not None]
         if level > 1:
@@ -103,7 +103,7 @@ class Residence:
         finalize_layerwise_reload(loaded.model, loaded.model_config)  # An earlier update may have failed.
         self._incomplete.append(loaded)
         config = copy(loaded.vllm_config)
-        # Use copies, because vLLM writes `weights_path` to the configuration.
+        # Make copies, because vLLM writes `weights_path` to the configuration.
         config.model_config, config.load_config = copy(loaded.model_config), loaded.load_config
         loads_on = upstream.device_type_while_loading(loaded.load_config.device)
         with upstream.tensor_parallel_group(loaded.group), loads_on:
@@ -113,7 +113,7 @@ class Residence:
         self._is_new = True
         self._incomplete = [other for other in self._incomplete if other is not loaded]
         if self._incomplete and not is_draft:
-            self.reload(is_draft=True)  # Sleep dropped the drafter's weights as well.
+            self.reload(is_draft=True)  # Sleep has also dropped the drafter's weights.
             return
         for matrix in getattr(self._drafter and self._drafter.model, "fp8_output_matrices", ()):
             matrix.refresh()

@@ -1,6 +1,6 @@
 """Sizes of the buffers that each request needs in addition to its KV and recurrent states.
 
-Both the server and `gaudi-spec doctor`, which loads no model, use these functions.
+These functions are used by both the server and `gaudi-spec doctor`, which loads no model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def get_history_len(shapes: Shapes, num_drafts: int) -> int:
-    """Return the maximum number of tokens in a row's history, including drafts."""
+    """Return the maximum number of tokens in the history of a row, including drafts."""
     return shapes.max_context + 1 + num_drafts
 
 

@@ -1,4 +1,4 @@
-"""Complete lists of shapes: every rectangle and sampling pass that a configuration can reach."""
+"""Complete lists of shapes: every padded batch and sampling pass that a configuration can produce."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = init_logger(__name__)
 
 
 def fit(buckets: tuple[int, ...], size: int) -> int:
-    """Return the smallest bucket that holds `size` elements."""
+    """Return the smallest bucket that is at least `size`."""
     index = bisect_left(buckets, size)
     if index == len(buckets):
         raise AssertionError(f"{size} is larger than the largest bucket {buckets[-1]}")
@@ -33,7 +33,7 @@ def fit(buckets: tuple[int, ...], size: int) -> int:
 
 
 def fit_or_largest(buckets: tuple[int, ...], size: int, largest: int, name: str) -> int:
-    """Return the bucket for `size`, or `largest`, which is captured while serving, if the user's list is too short."""
+    """Return the bucket for `size`. If the list is too short, return `largest`, captured while serving."""
     if size <= buckets[-1]:
         return fit(buckets, size)
     logger.warning_once(
@@ -52,32 +52,32 @@ def fit_or_largest(buckets: tuple[int, ...], size: int, largest: int, name: str)
 class Shapes:
     decode_rows: tuple[int, ...]
     sample_rows: tuple[int, ...]
-    """Numbers of rows in sampling passes: fewer than in `decode_rows` if a pass is captured for every branch."""
+    """Numbers of rows in sampling passes, fewer than in `decode_rows` if every branch is captured."""
     decode_queries: tuple[int, ...]
     """1 for plain decodes, and 1 + j for each number j of drafts per row that a step may verify."""
     prefill_rows: tuple[int, ...]
-    """Numbers of one-row prompt chunks that may share a forward pass, unless chunks are split into slices."""
+    """Numbers of prompt chunks, each in one row, that may share a forward pass, unless chunks are split into slices."""
     prefill_queries: tuple[int, ...]
     contexts: tuple[int, ...]
     """Maximum numbers of KV tokens per row."""
     entries: tuple[int, ...]
-    """Total numbers of KV blocks in a decode, for devices that list blocks. If empty, decodes also use `contexts`."""
+    """Total numbers of KV blocks in a decode, for devices with a flat block list. If empty, decodes use `contexts`."""
     max_len: int
     """Maximum number of tokens in a row."""
     block_size: int
     """Number of tokens in a KV block."""
     most_rows: int
-    """Maximum number of rows: at least `--max-num-seqs`, even if a user's list of `decode_rows` is shorter."""
+    """Maximum number of rows, which is at least `--max-num-seqs` even if a user's list of `decode_rows` is shorter."""
     longest_chunk: int
     """Maximum padded length of a chunk. It exceeds `prefill_queries` if the user's list is too short."""
     max_prefill_tokens: int
-    """Maximum number of tokens, with padding, in chunks that share a forward pass. A single chunk may be longer."""
+    """Maximum number of tokens, including padding, in chunks that share a forward pass. One chunk may be longer."""
     causal_first_chunks: bool = False
-    """Whether the smallest context of a chunk is reserved for chunks that start at position 0."""
+    """Whether the smallest context of a chunk is used only for chunks that start at position 0."""
     computes_padding: bool = False
     """Whether computing a padding token takes as long as computing a real token."""
     slice_tokens: int = 0
-    """Length of the rows into which prompt chunks are split (see `slices`), or 0 if each chunk has one row."""
+    """Length of the rows into which prompt chunks are split (see `slices`), or 0 if each chunk has a single row."""
     slice_rows: tuple[int, ...] = ()
     """Numbers of such rows that may share a forward pass."""
 
@@ -93,13 +93,13 @@ class Shapes:
         num_blocks: int | None = None,
         slices_chunks: bool | None = None,
     ) -> Shapes:
-        """Derive the lists from the options.
+        """Create the lists of shapes from the options.
 
         Args:
             widths: `Speculation.widths`, or an empty tuple without speculation.
-            block_size: Size of the smallest KV blocks, if known.
-            num_blocks: Number of the smallest KV blocks, if known.
-            slices_chunks: Whether the model and its drafter support slices. If None, sizes cover both cases.
+            block_size: Size of the smallest KV blocks, if it is known.
+            num_blocks: Number of the smallest KV blocks, if it is known.
+            slices_chunks: Whether the model and its drafter support slices. None if sizes should cover both cases.
         """
         num_drafts = max(widths, default=0)
         scheduler, max_len = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
@@ -122,7 +122,7 @@ class Shapes:
         else:
             longest_chunk = prefill[-1]
         size = block_size or backend.traits.block_size
-        # If nothing is captured, one longer forward pass is no faster than two and needs more memory.
+        # If steps are not captured, one longer forward pass is no faster than two, and it needs more memory.
         most_tokens = max(prefill[-1], scheduler.max_num_batched_tokens if backend.traits.captures else 0)
         slice_tokens = 0 if slices_chunks is False else backend.traits.slice_tokens
         slice_rows: tuple[int, ...] = ()
@@ -153,8 +153,8 @@ class Shapes:
         )
 
     def change_length(self, max_len: int, backend: DeviceBackend) -> Shapes:
-        """Return shapes for the same batches with rows of up to `max_len` tokens that use block tables."""
-        # A drafter's step may read one more token than a verification step.
+        """Return shapes for the same batches but with rows of up to `max_len` tokens, which use block tables."""
+        # A step of the drafter may read one more token than a verify step.
         widest = max(self.longest_chunk, self.decode_queries[-1] + 1)
         return replace(
             self,
@@ -168,7 +168,7 @@ class Shapes:
 
     @property
     def chunk_lengths(self) -> tuple[int, ...]:
-        """Return the lengths to which a single prompt chunk is padded."""
+        """Return the lengths to which single prompt chunks are padded."""
         return tuple(rows * self.slice_tokens for rows in self.slice_rows) or self.prefill_queries
 
     @property
@@ -176,7 +176,7 @@ class Shapes:
         return self.contexts[-1]
 
     def fit_rows(self, num_rows: int) -> int:
-        """Return the bucket for `num_rows` rows that decode in one step."""
+        """Return the bucket for `num_rows` rows that decode in the same step."""
         return fit_or_largest(self.decode_rows, num_rows, self.most_rows, "batch_buckets")
 
     def fit_sample_rows(self, num_rows: int) -> int:
@@ -195,7 +195,7 @@ class Shapes:
             return fit(self.contexts, min(max(ends, default=0), self.max_context))
         num_entries = sum(-(-min(end, self.max_len) // self.block_size) for end in ends)
         largest = self.entries[-1]
-        while largest < num_entries:  # sequences share more KV blocks than the list accounts for
+        while largest < num_entries:  # requests share more KV blocks than the list allows for
             largest *= 2
         return fit_or_largest(self.entries, num_entries, largest, "block_buckets")
 
@@ -209,10 +209,10 @@ class Shapes:
         return Shape(DECODE, rows, num_queries, context)
 
     def prefill(self, num_rows: int, longest: int, end: int, *, start: int = 0) -> Shape:
-        """Return the shape for prompt chunks.
+        """Return the shape for a batch of prompt chunks.
 
-        `end` is the maximum number of tokens in a row, and `start` is the maximum position of a chunk's first token.
-        Padding may extend past the context.
+        `end` is the maximum number of tokens in a row, and `start` is the maximum start position of a chunk. Padding
+        may extend past the context.
         """
         queries = self.fit_queries(longest)
         contexts = self.prefill_contexts(queries)
@@ -220,7 +220,7 @@ class Shapes:
         return Shape(PREFILL, fit(self.prefill_rows, num_rows), queries, context)
 
     def begins_at_start(self, shape: Shape) -> bool:
-        """Whether all chunks of this shape start at position 0, provided that `prefill` was given their `start`."""
+        """Whether all chunks in this shape start at position 0, provided that their `start` was passed to `prefill`."""
         if shape.phase != PREFILL or self.slice_tokens or not self.causal_first_chunks:
             return False
         return shape.context == self.prefill_contexts(shape.queries)[0]
@@ -231,17 +231,17 @@ class Shapes:
         return Shape(PREFILL, fit(self.slice_rows, num_rows), self.slice_tokens, context)
 
     def prefill_contexts(self, queries: int) -> tuple[int, ...]:
-        """Return the possible contexts for chunks in this bucket: first the one for a prompt's first chunk, then those
-        for later chunks."""
+        """Return the possible contexts for chunks in this bucket: first the context for a prompt's first chunk, and
+        then those for later chunks."""
         if len(self.contexts) == 1 and not self.causal_first_chunks:
-            return self.contexts  # the device reads only a row's own blocks, regardless of the width
+            return self.contexts  # the device reads only a row's own blocks, regardless of the width of block tables
         first = round_up(queries, self.block_size)
         shortest = first + self.block_size * self.causal_first_chunks
         longest = max(shortest, round_up(self.max_len, self.block_size))
         return tuple(sorted({first, *(size for size in self.contexts if first < size < longest), longest}))
 
     def prefill_rows_at(self, queries: int) -> int:
-        """Return how many chunks in this bucket may share a forward pass."""
+        """Return the number of chunks in this bucket that may share a forward pass."""
         bucket = self.fit_queries(queries)
         if bucket > self.prefill_queries[-1]:
             return 1  # captured while serving, and larger than the sizes whose memory was measured
@@ -249,14 +249,14 @@ class Shapes:
 
     @property
     def largest_prefill(self) -> int:
-        """Number of tokens in the largest rectangle of prompt chunks, even if it is captured while serving."""
+        """Number of tokens in the largest batch of prompt chunks, even if it is captured only while serving."""
         return max(self.longest_chunk, *(shape.tokens for shape in self.prefills()))
 
     def split_chunks(self, counts: Sequence[int]) -> list[int]:
-        """Split adjacent chunks into rectangles so that forward passes and padding take the minimum total time.
+        """Split adjacent chunks into batches so that forward passes and padding take the least time in total.
 
-        Return the number of chunks in each rectangle. `counts` holds the chunks' token counts. A chunk may read the KV
-        of earlier chunks, so chunks keep their order.
+        Returns the number of chunks in each batch. `counts` contains the number of tokens in each chunk. Chunks keep
+        their order, because a chunk may read the KV of earlier chunks.
         """
         sizes = self._split_slices(counts) if self.slice_tokens else self._split_rows(counts)
         parts, first = [], 0
@@ -286,7 +286,7 @@ class Shapes:
         return sizes
 
     def _split_slices(self, counts: Sequence[int]) -> list[int]:
-        """For each chunk, return the number of chunks in the cheapest rectangle of slices that begins with it."""
+        """For each chunk, return the number of chunks in the cheapest batch of slices that begins with the chunk."""
         listed_np = np.array(self.slice_rows)
         total_np = np.cumsum([0, *(-(-count // self.slice_tokens) for count in counts)])
         costs_np, sizes = np.zeros(len(counts) + 1), [1] * len(counts)
@@ -301,7 +301,7 @@ class Shapes:
         return sizes
 
     def prefills(self) -> list[Shape]:
-        """Return every reachable shape for prompt chunks."""
+        """Return all possible shapes for prompt chunks."""
         rectangles = [(rows, self.slice_tokens) for rows in self.slice_rows] or [
             (rows, queries)
             for queries in self.prefill_queries
@@ -315,7 +315,7 @@ class Shapes:
         ]
 
     def decode_sizes(self) -> list[tuple[int, int]]:
-        """Return the number of rows and the context of every reachable decode."""
+        """Return the number of rows and the context for all possible decodes."""
         if not self.entries:
             return list(product(self.decode_rows, self.contexts))
         max_blocks = -(-self.max_len // self.block_size)
@@ -328,7 +328,7 @@ class Shapes:
         ]
 
     def all(self) -> list[Shape]:
-        """Return every shape, largest first, so that the shape that needs the most memory allocates it first."""
+        """Return all shapes, largest first, so that the shape that needs the most memory allocates it first."""
         decodes = (
             Shape(DECODE, rows, queries, context)
             for rows, context in self.decode_sizes()
@@ -338,26 +338,27 @@ class Shapes:
 
 
 _SMALLEST_PASS = 16
-"""Minimum positions per sampling pass. Smaller ones take about as long, as reading the output layer dominates."""
+"""Minimum number of positions in a sampling pass. A smaller pass takes about as long, because most of the time is spent
+reading the output layer."""
 _MOST_LISTS, _MOST_RECTANGLES = 7, 5
-"""Maximum numbers of position lists and rectangles per branch. If steps always verify the same number of drafts, these
-limit a configuration to 40 sampling graphs, or 80 if sampling passes make drafts only in some steps."""
+"""Maximum numbers of position lists and of padded batches per sampling branch. If steps always verify the same number
+of drafts, this allows 40 sampling graphs, or 80 if sampling passes generate drafts only in some steps."""
 
 
 class SampleShapes:
-    """The complete list of sampling pass shapes.
+    """The complete list of shapes for sampling passes.
 
-    If each combination of shape and branch is compiled, a sampling pass lists the positions to sample, regardless of
-    their rows. Verifying a few rows then shares a graph with sampling many rows without drafts, and a row without
-    drafts always has one position. Otherwise, or if an acceptance rule needs all of a row's positions together, a pass
-    is a rectangle.
+    If each combination of shape and sampling branch is compiled, a sampling pass lists the positions to sample,
+    regardless of their rows. Verifying a few rows can then share a graph with sampling many rows without drafts, and a
+    row without drafts always has one position. Otherwise, or if an acceptance rule needs all positions of a row
+    together, a sampling pass uses padded rows.
     """
 
     def __init__(self, shapes: Shapes, *, max_rows: int, lists: bool, needs_rectangle: dict[bool, bool]) -> None:
         """
         Args:
-            lists: Whether sampling passes list positions.
-            needs_rectangle: Whether a pass must be a rectangle for greedy (False) and for random (True) verification.
+            lists: Whether sampling passes use lists of positions.
+            needs_rectangle: Whether a pass needs padded rows, for greedy (False) and random (True) verification.
         """
         self._lists = lists
         self._needs_rectangle = needs_rectangle
@@ -369,7 +370,7 @@ class SampleShapes:
         self._usual = _halve(max_rows * self._max_queries, _SMALLEST_PASS)[-_MOST_LISTS:]
 
     def fit(self, num_queries: int, num_positions: Sequence[int], branch: Branch) -> SampleShape:
-        """Return the shape for a step whose requests have `num_positions` positions each, at most `num_queries`."""
+        """Return the shape for a step in which requests have `num_positions` positions each, at most `num_queries`."""
         if self._is_rectangle(num_queries, branch):
             num_rows = len(num_positions)
             rows = fit(_thin_out(self._rectangles, branch), num_rows) if self._lists else self._fit_rows(num_rows)
@@ -377,7 +378,7 @@ class SampleShapes:
         return self._list_positions(fit(self._sizes(branch), sum(num_positions)))
 
     def every(self, branches: Iterable[Branch]) -> Iterator[tuple[SampleShape, Branch]]:
-        """Yield every shape and branch that `fit` can return, with the largest shape of each branch first."""
+        """Yield every shape and sampling branch that `fit` can return, with the largest shape of each branch first."""
         for branch in branches:
             if self._lists:
                 for size in reversed(self._sizes(branch)):
@@ -393,7 +394,7 @@ class SampleShapes:
     def _sizes(self, branch: Branch) -> tuple[int, ...]:
         if not self._needs_rectangle[branch.random]:
             return _thin_out(self._usual, branch)
-        # These only serve steps without drafts. Verification steps have as many graphs again.
+        # These sizes are used only for steps without drafts. Verify steps have the same number of additional graphs.
         plain = tuple(size for size in self._usual if size <= fit(self._usual, self._max_rows))
         return _thin_out(plain, branch, at_least=2)
 
@@ -408,7 +409,7 @@ def _thin_out(sizes: tuple[int, ...], branch: Branch, at_least: int = 1) -> tupl
 
 
 def _halve(largest: int, smallest: int) -> tuple[int, ...]:
-    """Return `largest` and its repeated halves, down to `smallest` or more, so that a full batch with drafts fits
+    """Return `largest` and its repeated halves that are at least `smallest`, so that a full batch with drafts fits
     exactly."""
     sizes = [largest]
     while sizes[-1] >= 2 * smallest:
@@ -417,7 +418,7 @@ def _halve(largest: int, smallest: int) -> tuple[int, ...]:
 
 
 def _contexts(max_len: int, widest: int, backend: DeviceBackend) -> tuple[int, ...]:
-    # The last query of a padded chunk or a verification step may lie past the longest context.
+    # The last query of a padded chunk or of a verify step may be past the end of the longest context.
     reach = round_up(max_len + widest, 128)
     return (reach,) if backend.traits.exact_context_width else geometric(512, reach, 2.0)
 
@@ -426,11 +427,11 @@ _TOKENS_OF_A_FORWARD = 256
 """Number of padding tokens that take about as long as another forward pass, which reads all weights again."""
 
 BLOCK_SHARING = 3
-"""Assumed maximum number of sequences with a common prefix that list the same KV block.
+"""Assumed maximum number of requests with a common prefix that list the same KV block.
 
-Without this limit, the largest bucket would be max_num_seqs * max_model_len, regardless of the available memory.
-vllm-gaudi ran out of memory in warm-up for this reason and has had this limit since vllm-gaudi#1700, where a value of
-about 2 was observed.
+Without this limit, the largest bucket would be max_num_seqs * max_model_len, regardless of available memory. For this
+reason, vllm-gaudi ran out of memory in warm-up until vllm-gaudi#1700 added this limit; a value of about 2 was observed
+there.
 """
 
 
@@ -443,7 +444,7 @@ def _entries(listed: tuple[int, ...] | None, max_entries: int, num_blocks: int |
 
 def _choose_prefill_rows(vllm_config: VllmConfig, options: Options, backend: DeviceBackend) -> tuple[int, ...]:
     lockstep = ranks_in_step(vllm_config) > 1
-    # A rectangle that combines one rank's width with another rank's length might not be listed.
+    # A batch with the width of one rank and the length of another might not be listed.
     rows = options.prefill_rows or ((1,) if lockstep else backend.traits.prefill_rows)
     if 1 not in rows:
         raise UnsupportedConfigError("additional_config.gaudi_spec.prefill_rows must contain 1.")
@@ -456,9 +457,9 @@ def _choose_prefill_rows(vllm_config: VllmConfig, options: Options, backend: Dev
 
 
 def _can_slice(vllm_config: VllmConfig) -> bool:
-    """Whether prompt chunks may take several rows.
+    """Whether a prompt chunk may take several rows.
 
-    A request that has a recurrent state, has images, or is pooled must have a single row, and data-parallel peers run
+    A request must have a single row if it has a recurrent state, has images, or is pooled; data-parallel peers run
     chunks one by one.
     """
     model = vllm_config.model_config

@@ -1,4 +1,4 @@
-"""Warm-up, which runs every step signature once on padding, using the same functions that serve requests."""
+"""Warm-up, which runs every step signature once on padding, with the functions that serve requests."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _TIMED_STEPS, _TIMED_ROUNDS = 3, 3
-"""Number of decodes averaged per measurement, and number of measurements, the fastest of which is used."""
+"""Number of decodes per measurement, which are averaged, and number of measurements, of which the fastest is used."""
 _MAX_SLOWDOWN = 1.03
 """Ratio of a decode's time to that of a larger one above which its size is dropped. Measurements vary by less."""
 
 
 def jobs(runner: ModelRunner) -> Iterator[Job]:
-    """Yield jobs for every step signature that the configuration can reach, with the largest forward passes first."""
+    """Yield warm-up runs for every step signature that the configuration can produce, largest forward passes first."""
     yield Job("states", partial(_touch_states, runner))
     for extension in runner.extensions:
         yield from extension.jobs()
@@ -52,7 +52,7 @@ def jobs(runner: ModelRunner) -> Iterator[Job]:
 
 
 def manifest(runner: ModelRunner) -> set[Hashable]:
-    """Return every step signature that the configuration can reach, without running any jobs."""
+    """Return every step signature that the configuration can produce, without running anything."""
     return {signature for job in jobs(runner) for signature in job.signatures}
 
 
@@ -60,13 +60,13 @@ def should_run(job: Job, max_tokens: int) -> bool:
     """Whether warm-up runs a job instead of only listing its signatures.
 
     A job runs if `max_tokens` is -1, or if it is common and has at most `max_tokens` tokens. On devices that do not
-    compile each shape, running other jobs would only take time.
+    compile each shape, running all other jobs would only take time.
     """
     return max_tokens < 0 or (job.is_common and job.num_tokens <= max_tokens)
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Run the jobs that have up to `warmup_tokens` tokens, or all jobs if that option is -1."""
+    """Run warm-up jobs with up to `warmup_tokens` tokens, or all of them if that option is -1."""
     recorder, backend = runner.recorder, runner.backend
     asked = runner.options.warmup_tokens
     max_tokens = backend.traits.warmup_tokens if asked is None else asked
@@ -180,10 +180,10 @@ def _time_runs(runner: ModelRunner, run: Callable[[], None]) -> float:
 
 
 def _time_steps(runner: ModelRunner, widths: tuple[int, ...], max_tokens: int) -> dict[int, list[float]]:
-    """Map each number of rows to the seconds that a decode on padding takes with each number of drafts per row.
+    """Return, for each number of rows, the seconds that a decode on padding takes with each number of drafts per row.
 
-    A decode of more than `max_tokens` tokens has no graph yet, so its time is extrapolated from fewer rows. Numbers of
-    drafts are measured alternately, so that a brief pause of the machine does not make one of them look slow.
+    There is no graph yet for decodes of more than `max_tokens` tokens, so their times are extrapolated from fewer rows.
+    Measurements alternate between numbers of drafts, so that a brief pause does not make one look slow.
     """
     sizes = [*dict.fromkeys(rows for rows, _ in runner.shapes.decode_sizes())]
     numbers = (0, *widths)
@@ -195,7 +195,7 @@ def _time_steps(runner: ModelRunner, widths: tuple[int, ...], max_tokens: int) -
         for num, *seconds in zip(timed, *turns, strict=True):
             measured[num][rows] = min(seconds)
     largest = {num: max(measured[num]) for num in numbers}
-    # Decodes without drafts have the widest range of rows. Differences between a few rows would be mostly noise.
+    # Decodes without drafts cover the widest range of rows. Differences between a few rows would be mostly noise.
     slope = (measured[0][largest[0]] - measured[0][sizes[0]]) / max(largest[0] - sizes[0], 1)
 
     def extrapolate(rows: int, num: int) -> float:
@@ -220,9 +220,9 @@ def _run_step(runner: ModelRunner, rows: int, num_drafts: int) -> None:
 
 
 def _sampling_pass(runner: ModelRunner, shape: SampleShape, branch: Branch, num_drafts: int) -> Job:
-    """Make the job for a sampling pass and the reports that its step may send.
+    """Create the warm-up job for a sampling pass and for the reports that its step may send.
 
-    The pass itself packs its report unless the report includes log-probabilities or drafts from another graph.
+    The sampling pass packs its report, unless it includes log-probabilities or drafts from another graph.
     """
     sizes, has_drafts = report_sizes(shape, branch), runner.drafting.reports_drafts
     reports = [report_signature(sizes, has_drafts=True)] if has_drafts else []

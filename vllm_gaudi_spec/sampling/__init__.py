@@ -1,1 +1,1 @@
-"""Pure functions with static shapes that sample tokens from logits. None of them waits for the device."""
+"""Pure functions with static shapes that sample tokens from logits and never wait for the device."""

@@ -1,4 +1,4 @@
-"""Combinations of sampling features ("branches"), few enough to capture or compile a graph for each of them."""
+"""Sampling branches: combinations of sampling features, few enough to capture or compile a graph for each one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Sizes that depend on a request are chosen from fixed lists, so that no request creates a new shape.
+# Sizes that depend on a request come from fixed lists, so that no request creates a new shape.
 _USUAL_TOP_K = 64
 TOP_K_LISTS = (_USUAL_TOP_K, 1024)
 SCORED_COUNTS = (8, 32, 128)
@@ -17,15 +17,15 @@ IN_LIST, SEARCHED = 1, 2
 
 
 class Branch(NamedTuple):
-    """The sampling features that a batch needs: each field is the maximum over the batch's requests.
+    """The sampling features that a batch needs. Each field is the maximum over the requests in the batch.
 
-    Devices with graphs support fewer branches: see `coarsen` for captured graphs and `merge` for compiled ones.
+    Devices with graphs have fewer branches, as defined by `coarsen` for captured graphs and `merge` for compiled ones.
     """
 
     random: bool = False
     min_p: bool = False
     top_k: int = 0
-    """Length of the list of largest logits, which covers every request's k, or the vocabulary size if no list does."""
+    """Length of the list of largest logits that covers every request's k, or the vocabulary size if none does."""
     top_p: int = 0
     """`IN_LIST` to apply top-p within that list, or `SEARCHED` to search the whole vocabulary."""
     edited: bool = False
@@ -36,7 +36,7 @@ class Branch(NamedTuple):
     """Whether any request restricts sampling to a set of allowed tokens."""
     penalized: bool = False
     scored: int = 0
-    """Maximum number of token IDs for which any request asks for log-probabilities."""
+    """Maximum number of token IDs for which a request asks for log-probabilities."""
     reported: bool = False
     """Whether any request asks for the log-probability of the sampled token."""
     num_logprobs: int = 0
@@ -44,26 +44,27 @@ class Branch(NamedTuple):
 
     @classmethod
     def largest(cls, branches_BF: np.ndarray) -> Branch:
-        """Return the field-wise maximum of branches given as rows of integers, where 0 means that a field is unset."""
+        """Return the field-wise maximum of branches given as rows of integers, where 0 means that a field is not
+        set."""
         if not branches_BF.any():
             return cls()
         values = branches_BF.max(axis=0).tolist()
         return cls._make(type(none)(value) for none, value in zip(cls(), values, strict=True))
 
     def select_drafting(self, mode: str) -> Branch:
-        """Return the features that drafting needs: none if it is greedy, and otherwise noise and the filters."""
+        """Return the features that drafting needs: none if it is greedy; otherwise, noise and filters."""
         if mode == "greedy":
             return Branch()
         return Branch(random=self.random, min_p=self.min_p, top_k=self.top_k, top_p=self.top_p)
 
     def select_reports(self) -> Branch:
-        """Return the fields that determine what is reported to the host besides tokens."""
+        """Return the fields that determine what is reported to the host in addition to tokens."""
         return Branch(scored=self.scored, reported=self.reported, num_logprobs=self.num_logprobs)
 
     def coarsen(self, vocab_size: int, logprob_counts: tuple[int, ...]) -> Branch:
-        """Return a branch that covers this one, from a set small enough to capture every branch in it.
+        """Return a branch that covers this one, from a set so small that every branch in it can be captured.
 
-        Unused features get neutral values, so results do not change.
+        Features that are not used get neutral values, so that results do not change.
         """
         top_k, top_p = self.top_k, self.top_p
         if top_k == vocab_size or (top_k and top_p == SEARCHED):
@@ -80,7 +81,7 @@ class Branch(NamedTuple):
     def _extend(
         self, filters: tuple[int, int], *, edits: bool, reports: bool, logprob_counts: tuple[int, ...]
     ) -> Branch:
-        """Return a branch with these filters, with either all logit edits or none and either all reports or none."""
+        """Return a branch with these filters, with all logit edits or none, and with all reports or none."""
         top_k, top_p = filters
         return Branch(
             random=self.random,
@@ -103,8 +104,8 @@ class Branch(NamedTuple):
         others share the `full` branches: logit edits, penalties, masks, log-probabilities, and larger values of top-k.
 
         Args:
-            joint: Use an even smaller set. This is for rules that read all positions of a row together, because verify
-                steps that sample need separate graphs under these rules.
+            joint: Whether to use an even smaller set. This is for rules that read all positions of a row together,
+                because these rules need separate graphs for verify steps that sample.
         """
         usual_length = usual_list_length(vocab_size)
         is_full = any(self._replace(random=False, min_p=False, top_k=0, top_p=0)) or self.top_k > usual_length
@@ -148,10 +149,9 @@ def usual_list_length(vocab_size: int) -> int:
 
 
 def select_coarse_counts(logprob_counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the log-probability counts from the usual maximum up to the configured one."""
+    """Return the numbers of log-probabilities from the usual maximum to the configured maximum."""
     return tuple(count for count in logprob_counts if count >= USUAL_LOGPROBS) or logprob_counts[-1:]
 
 
 def fit_size(sizes: tuple[int, ...], needed: int) -> int:
-    """Return the smallest size that is at least `needed`, or 0 if `needed` is 0."""
     return next((size for size in sizes if size >= needed), needed) if needed else 0

@@ -1,12 +1,12 @@
 """Top-k, top-p and min-p filters, which select the tokens that may be sampled at a position.
 
-Each filter is a threshold on a position's logits, and so is their combination. The min-p threshold follows from the
-probability of the most likely token, and the top-k threshold is the k-th largest logit. The top-p threshold is the
-logit at which the cumulative probability reaches p, counting only tokens that the other two filters keep. Tokens with
-equal logits are kept or removed together, and the most likely ones are always kept.
+Each filter corresponds to a threshold on the logits at a position, and so does the combination of all filters. The
+min-p threshold follows from the probability of the most likely token, and the top-k threshold is the k-th largest
+logit. The top-p threshold is the logit at which the cumulative probability of the tokens kept by the other two filters
+reaches p. Tokens with equal logits are either all kept or all removed, and the most likely tokens are always kept.
 
-Exactness: the kept tokens are the same as with a float64 sort, except where a cumulative probability is within
-`ROUNDING` of p. In that case, the next token may or may not be kept, independently of other rows.
+Exactness: the same tokens are kept as with a float64 sort, unless a cumulative probability is within `ROUNDING` of p.
+In that case, the next token may or may not be kept, but this never depends on other rows.
 
 Dimensions: N positions; V vocabulary size; G blocks of S segments of T tokens; E segments in all blocks; M pivots;
 C tokens between two pivots.
@@ -27,7 +27,7 @@ _SEGMENT, _BLOCK = 32, 1024
 """Segment and block sizes, in tokens."""
 _NUM_PIVOTS = 16
 _LIST_BLOCK = 128
-"""Block size, in tokens, for finding the largest logits. Common vocabulary sizes are multiples of it."""
+"""Size of the blocks, in tokens, in which the largest logits are found. Common vocabulary sizes are multiples of it."""
 
 
 def filter_logits(
@@ -40,11 +40,11 @@ def filter_logits(
 ) -> torch.Tensor:
     """Mask the tokens that the filters remove.
 
-    A filter is None if no row uses it. A row that does not use a filter has min-p 0, k = V or p = inf.
+    A filter is None if no row uses it. In a row that does not use a filter, min-p is 0, k is V, or p is inf.
 
     Args:
-        longest: Largest k among rows with k < V, in which case rows with k = V have no top-p. 0 if any k may occur.
-        num_sampling_B: Number of sampled positions in each row. A device may leave logits at other positions undefined.
+        longest: Maximum k of the rows with k < V, in which case rows with k = V do not use top-p. 0 if any k may occur.
+        num_sampling_B: Number of sampled positions in each row. Logits at other positions may be undefined.
     """
     if longest:
         if min_p_B is not None:
@@ -80,9 +80,9 @@ def apply_list(
 
 
 def _find_largest(logits_BQV: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the `number` largest logits, sorted.
+    """Return the `number` largest logits in sorted order.
 
-    Only the blocks with the largest maxima are searched, since a top-k over a whole vocabulary is slow.
+    Only the blocks with the largest maxima are searched, because top-k over a whole vocabulary is slow.
     """
     vocab = logits_BQV.shape[-1]
     if vocab % _LIST_BLOCK or vocab < 4 * number * _LIST_BLOCK:
@@ -99,7 +99,7 @@ def search(
     top_k_B: torch.Tensor | None,
     top_p_B: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Apply the filters over the whole vocabulary, for any k and p."""
+    """Apply filters over the whole vocabulary, for any k and p."""
     if min_p_B is not None:
         logits_BQV = apply_min_p(logits_BQV, min_p_B)
     num_rows, num_queries, _ = logits_BQV.shape
@@ -116,13 +116,13 @@ def search(
 
 
 class _SortedBlocks:
-    """Sorted blocks for finding the largest threshold that keeps enough tokens or enough probability mass.
+    """Sorted blocks, used to find the largest threshold that keeps enough tokens or enough probability.
 
     Sorting a whole vocabulary is very expensive on an HPU, and each operator in a search adds latency. Instead, each
-    block is sorted. The last tokens of all segments are also sorted, and evenly spaced ones become pivots. For any
-    distribution of logits, only a bounded number of segments have tokens between two neighboring pivots. The token
-    count or probability mass at or above each pivot shows which two pivots enclose the threshold. The threshold is then
-    found among the sorted tokens of the segments between them.
+    block is sorted separately. The last tokens of all segments are also sorted, and evenly spaced tokens among them
+    become pivots. For any distribution of logits, the number of segments with tokens between two neighboring pivots is
+    bounded. The number or the probability of the tokens at or above each pivot determines the two pivots that enclose
+    the threshold. The threshold is then found among the sorted tokens of the segments between these pivots.
     """
 
     def __init__(self, logits_NV: torch.Tensor) -> None:
@@ -136,9 +136,9 @@ class _SortedBlocks:
         self._starts_NE, self._ends_NE = self._tokens_NGST[..., 0].flatten(1), ends_NGS.flatten(1)
         distance = -(-num_segments // _NUM_PIVOTS)
         self._pivots_NM = self._ends_NE.sort(dim=-1, descending=True).values[:, distance - 1 :: distance]
-        # Fewer than `distance` segments end between two pivots, and at most one more segment per block begins there.
+        # Fewer than `distance` segments end between two pivots, and at most one more per block begins there.
         self._num_between = min(distance + num_blocks, num_segments)
-        # In each block, find the segment that a pivot divides and that segment's tokens at or above the pivot.
+        # In each block, find the segment that contains the pivot, and the tokens of that segment at or above the pivot.
         num_whole_NGM = (ends_NGS[..., None] >= self._pivots_NM[:, None, None]).sum(2, dtype=torch.int32)
         self._segment_NGM = num_whole_NGM.clamp(max=segments_per_block - 1)
         first = torch.arange(0, num_rows * num_segments, segments_per_block, dtype=torch.int32, device=logits_NV.device)
@@ -156,14 +156,14 @@ class _SortedBlocks:
     def find_top_p(self, top_p_N1: torch.Tensor, floor_N1: torch.Tensor | None) -> torch.Tensor:
         """Return the smallest logit that top-p keeps, considering only tokens at or above the floor."""
         tokens_NGST = self._tokens_NGST
-        # If all tokens of a row are masked, its peak is -inf.
+        # If all tokens in a row are masked, the maximum is -inf.
         peak_N1 = self._starts_NE.amax(-1, keepdim=True).clamp(min=torch.finfo().min)
         peak_N111 = peak_N1[..., None, None]
         if floor_N1 is not None:
             tokens_NGST = tokens_NGST.masked_fill(tokens_NGST < floor_N1[..., None, None], NEG_INF)
         sums_NGS = (tokens_NGST - peak_N111).exp().sum(-1)
         before_NGS = sums_NGS.cumsum(-1) - sums_NGS
-        # Sums at pivots below the floor may include tokens below it. Such sums reach the target even without them.
+        # Sums at pivots below the floor may include tokens below the floor. They reach the target even without these.
         partial_NGM = ((self._divided_NGMT - peak_N111).exp() * self._is_above_NGMT).sum(-1)
         whole_NGM = before_NGS.flatten().index_select(0, self._index).view(partial_NGM.shape)
         target_N1 = top_p_N1 * sums_NGS.sum((1, 2))[:, None]
@@ -184,12 +184,12 @@ class _SortedBlocks:
         reached_NM: torch.Tensor,
         accumulate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Return the largest logit at which the count or mass reaches `target`, or -inf if there is none.
+        """Return the largest logit at which the count or probability reaches `target`, or -inf if there is none.
 
         Args:
-            reached_NM: Count or mass at or above each pivot.
-            accumulate: Returns the count or mass at or above each sorted token between two pivots, given the tokens
-                and the count or mass above them.
+            reached_NM: Count or probability of the tokens at or above each pivot.
+            accumulate: Function that returns the count or probability at or above each sorted token between two pivots,
+                given these tokens and the count or probability above them.
         """
         is_short_NM = reached_NM < target_N1
         lower_N1 = self._pivots_NM.masked_fill(is_short_NM, NEG_INF).amax(-1, keepdim=True)
@@ -199,7 +199,7 @@ class _SortedBlocks:
         segments = is_between_NE.float().topk(self._num_between, dim=-1).indices
         index = segments[..., None].expand(*segments.shape, _SEGMENT)
         tokens_NC = self._tokens_NGST.flatten(1, 2).gather(1, index).flatten(1)
-        # `above_N1` already includes tokens at or above the upper pivot.
+        # `above_N1` already includes the tokens at or above the upper pivot.
         tokens_NC = tokens_NC.masked_fill(tokens_NC >= upper_N1, NEG_INF).sort(dim=-1, descending=True).values
         is_reached_NC = accumulate(tokens_NC, above_N1) >= target_N1
         return torch.maximum(torch.where(is_reached_NC, tokens_NC, NEG_INF).amax(-1, keepdim=True), lower_N1)

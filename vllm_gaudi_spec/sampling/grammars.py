@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Grammar(NamedTuple):
-    """A request's grammar masks for one step."""
+    """The grammar masks of a request for one step."""
 
     mask_NW: np.ndarray
     """int32 bitmask for the first N positions. Later drafts are not constrained and must not be accepted."""
@@ -24,7 +24,7 @@ class Grammar(NamedTuple):
 def read_grammars(output: GrammarOutput, scheduled: SchedulerOutput) -> dict[str, Grammar]:
     """Return the grammars for a step, keyed by request ID.
 
-    vLLM concatenates their masks. Each request has one mask per scheduled draft token, plus one.
+    vLLM concatenates the masks of all grammars. Each request has one mask per scheduled draft token, plus one.
     """
     grammars, begin = {}, 0
     for index, req_id in enumerate(output.structured_output_request_ids):
@@ -38,20 +38,21 @@ def read_grammars(output: GrammarOutput, scheduled: SchedulerOutput) -> dict[str
 
 class GrammarInputs(NamedTuple):
     masks_BQW: torch.Tensor
-    """int32, or [N, 1, W] if the sampling pass lists its positions."""
+    """int32, or [N, 1, W] if the sampling pass lists positions."""
     bounds_2B: torch.Tensor
-    """int32: first, how many drafts each row's grammar allows; second, 1 for rows without a grammar, 0 for others."""
+    """int32: in the first row, the number of drafts that each grammar allows; in the second, 1 for rows without a
+    grammar and 0 for others."""
 
 
 def pack_grammars(batch: SampleBatch, grammars: dict[str, Grammar], mask_words: int) -> list[np.ndarray]:
-    """Return the host arrays for a sampling pass's `GrammarInputs`."""
+    """Return the host arrays for the `GrammarInputs` of a sampling pass."""
     return [_make_masks(batch, grammars, mask_words), _get_bounds(batch, grammars)]
 
 
 def _make_masks(batch: SampleBatch, grammars: dict[str, Grammar], mask_words: int) -> np.ndarray:
-    """Return the masks, int32 [B, Q, W], or [N, 1, W] if the batch lists its positions.
+    """Return masks, int32 [B, Q, W], or [N, 1, W] if the batch lists positions.
 
-    A grammar provides masks for the first few positions of its row. All other masks allow every token.
+    A grammar provides masks for the first few positions in its row. All other masks allow every token.
     """
     if batch.index_np is None:
         row_BQ, query_BQ = np.indices((len(batch.rows_np), batch.shape.queries))
@@ -60,14 +61,14 @@ def _make_masks(batch: SampleBatch, grammars: dict[str, Grammar], mask_words: in
     mask = np.full((*row_BQ.shape, mask_words), -1, dtype=np.int32)
     for index, request in enumerate(batch.requests):
         if (grammar := grammars.get(request.req_id)) is not None:
-            # vLLM may pad a new request with draft placeholders, which give it more masks than the step has positions.
+            # vLLM may pad a new request with draft placeholders, so that there are more masks than positions.
             where = np.nonzero((row_BQ == index) & (query_BQ < len(grammar.mask_NW)))
             mask[where] = grammar.mask_NW[query_BQ[where], :mask_words]
     return mask
 
 
 def _get_bounds(batch: SampleBatch, grammars: dict[str, Grammar]) -> np.ndarray:
-    """Return how many drafts each row's grammar allows and which rows have no grammar, as int32 [2, B]."""
+    """Return the number of drafts that each row's grammar allows, and which rows have no grammar, as int32 [2, B]."""
     bounds = np.full((2, len(batch.rows_np)), batch.shape.queries - 1, dtype=np.int32)
     bounds[1] = 1
     for index, request in enumerate(batch.requests):

@@ -1,7 +1,8 @@
-"""Applies a request's sampling parameters to its logits, at each of the Q positions of a verify step.
+"""Applies the sampling parameters of a request to its logits at each of the Q positions in a verify step.
 
-Dimensions: B rows, Q positions, V vocabulary size. All functions return new logits, with -inf for masked tokens. They
-do not write to the input, which is a view of the output layer's result: graphs on a Gaudi cannot write through views.
+Dimensions: B rows, Q positions, V vocabulary size. All functions return new logits, with -inf for masked tokens.
+Functions do not write to their input, which is a view of the output layer's result, because graphs on a Gaudi cannot
+write through views.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Penalties(NamedTuple):
 
 
 def apply_bitmask(logits_BQV: torch.Tensor, bitmask_BQW: torch.Tensor) -> torch.Tensor:
-    """Mask the tokens whose bit is 0. Bit t % 32 of int32 word t // 32 represents token t."""
+    """Mask tokens whose bit is 0. Bit t % 32 of int32 word t // 32 represents token t."""
     vocab = logits_BQV.shape[-1]
     token = torch.arange(vocab, device=logits_BQV.device)
     bits = bitmask_BQW.index_select(-1, token // 32)
@@ -38,12 +39,12 @@ def apply_bitmask(logits_BQV: torch.Tensor, bitmask_BQW: torch.Tensor) -> torch.
 def apply_logit_edits(
     logits_BQV: torch.Tensor, tables: EditTables, recent_BQP: torch.Tensor, num_outputs_BQ: torch.Tensor
 ) -> torch.Tensor:
-    """Add each edit's bias to its token if its prefix matches and there are fewer than `until` output tokens.
+    """Add the bias of each edit to its token if the prefix matches and there are fewer than `until` output tokens.
 
-    A negative `until` means the same limit, but the edit is skipped at positions where it would mask every token.
+    A negative `until` sets the same limit, but the edit is skipped at positions where it would mask every token.
 
     Args:
-        recent_BQP: The output tokens with which the prefix tokens are compared.
+        recent_BQP: The output tokens to compare with prefix tokens.
     """
     token_BN, until_BN = tables.edits_B2N.unbind(1)
     prefix_BP, _, edit_BP = tables.prefix_B3P.unbind(1)
@@ -70,13 +71,13 @@ def apply_penalties(
 ) -> torch.Tensor:
     """Apply presence and frequency penalties to output tokens, and the repetition penalty to prompt and output tokens.
 
-    Each query counts the tokens up to its own position, treating draft tokens as if they had been sampled one by one.
-    A row's positions must be consecutive.
+    Each query counts the tokens up to its own position and treats draft tokens as if they had been sampled one by one.
+    The positions of each row must be consecutive.
     """
     queries, vocab = logits_BQV.shape[1:]
     token_BM = history_BM.long()
     counts_BV, prompt_BV = _counts(token_BM, prompt_len_B, positions_BQ[:, 0], vocab)
-    newest_BQ = history_BM.gather(1, positions_BQ.long()).long()  # a Gaudi has no int64 gather
+    newest_BQ = history_BM.gather(1, positions_BQ.long()).long()  # a Gaudi cannot gather int64
     one = torch.ones_like(counts_BV[:, :1])
     penalized = []
     for q in range(queries):
@@ -94,11 +95,11 @@ def apply_penalties_at(
     positions_BQ: torch.Tensor,
     penalties_N: Penalties,
 ) -> torch.Tensor:
-    """Apply penalties to N positions. `index_2N` contains their row and query indices."""
+    """Apply penalties to N positions. `index_2N` contains the row and query indices of the positions."""
     row_N, query_N = index_2N.unbind(0)
     token_BM = history_BM.long()
     counts_BV, prompt_BV = _counts(token_BM, prompt_len_B, positions_BQ[:, 0], logits_NV.shape[-1])
-    # Count each row's history once, then add the drafts up to each position.
+    # Count the tokens in each row's history once, and then add the drafts up to each position.
     counts_NV = counts_BV.index_select(0, row_N)
     draft_NQ = history_BM.gather(1, positions_BQ.long()).long().index_select(0, row_N)
     queries_Q = torch.arange(positions_BQ.shape[1], device=logits_NV.device)
@@ -129,7 +130,7 @@ def _penalize(
 def _counts(
     token_BM: torch.Tensor, prompt_len_B: torch.Tensor, last_B: torch.Tensor, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how often each token occurs in the output up to `last_B` and whether it is in the prompt, [B, V] each."""
+    """Return how often each token occurs in the output up to `last_B`and whether it is in the prompt, both [B, V]."""
     offsets_M = torch.arange(token_BM.shape[1], device=token_BM.device)
     in_prompt = offsets_M < prompt_len_B[:, None]
     counts_BV = _count(token_BM, ~in_prompt & (offsets_M <= last_B[:, None]), vocab)
@@ -143,6 +144,6 @@ def _count(token_BM: torch.Tensor, which_BM: torch.Tensor, vocab: int) -> torch.
 
 
 def apply_temperature(logits_BQV: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
-    """Divide logits by the temperature. Rows with temperature 0 are greedy and stay unchanged."""
+    """Divide logits by the temperature. Rows with temperature 0 are greedy and not changed."""
     scale = torch.where(temperature_B > 0, temperature_B, 1.0)
     return logits_BQV / scale[:, None, None]

@@ -1,4 +1,4 @@
-"""Requested log-probabilities, in the format that vLLM reports."""
+"""Log-probabilities that requests ask for, in the format that vLLM reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def gather_logprobs(
 ) -> LogprobsTensors:
     """Gather the score and rank of the chosen token, and the `num_top` best scores or the scores of the given IDs.
 
-    Column 0 holds the chosen token. As in vLLM, a rank counts all tokens with an equal or higher score.
+    Column 0 contains the chosen token. As in vLLM, a rank counts all tokens with an equal or higher score.
     """
     chosen = tokens_N.long()[:, None]
     chosen_score = scores_NV.gather(-1, chosen)

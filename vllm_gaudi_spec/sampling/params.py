@@ -1,6 +1,6 @@
-"""Sampling parameters in device tables, and the other inputs that a sampling pass copies to the device.
+"""Sampling parameters in device tables, and the other inputs of a sampling pass that are copied to the device.
 
-Parameters are written at admission. Each sampling pass only copies the indices of its rows and their grammar masks.
+Parameters are written at admission. Each sampling pass copies only the indices of its rows and its grammar masks.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ _NUM_INTS = 5
 
 
 class SamplePass(NamedTuple):
-    """Everything that a sampling pass needs from the host, in one copy that is split inside the graph."""
+    """Everything that a sampling pass needs from the host, in a single copy that is split inside the graph."""
 
     branch: Branch
     shape: SampleShape
     edit_sizes: tuple[int, int]
-    """Numbers of columns to read from the logit edit tables."""
+    """Numbers of columns to read from the tables of logit edits."""
     num_drafts: int
-    """Number of drafts per row that the pass proposes after verification."""
+    """Number of drafts per row that the sampling pass proposes after verification."""
     packing: Packing
 
     def split(self) -> tuple[torch.Tensor, torch.Tensor, PositionList | None, GrammarInputs | None]:
-        """Return rows (int64), the maximum number of drafts per row, and the listed positions and grammars, if any."""
+        """Return the rows (int64), the maximum number of drafts per row, and any listed positions and grammars."""
         parts = iter(self.packing.split())
         rows_B, max_drafts_B = next(parts).unbind(0)
         position_list = PositionList(next(parts).long(), next(parts).long()) if self.shape.positions else None
@@ -64,9 +64,9 @@ class SamplePass(NamedTuple):
 
 
 class SamplingInputs(NamedTuple):
-    """Device inputs of a sampling pass other than logits.
+    """Device inputs of a sampling pass, without the logits.
 
-    B is the number of rows in a batch or, after `select_rows`, the number of listed positions.
+    B is the number of rows in the batch or, after `select_rows`, the number of listed positions.
     """
 
     branch: Branch
@@ -79,7 +79,7 @@ class SamplingInputs(NamedTuple):
     """int32 bitmask of allowed tokens."""
     logit_edits: EditTables | None = None
     scored_ids_BE: torch.Tensor | None = None
-    """int32: IDs of tokens whose log-probabilities were requested."""
+    """int32: IDs of the tokens whose log-probabilities were requested."""
 
     @property
     def floats(self) -> dict[str, torch.Tensor]:
@@ -117,7 +117,7 @@ class SamplingInputs(NamedTuple):
         return None if self.grammars is None else self.grammars.bounds_2B[1] > 0
 
     def select_rows(self, row_N: torch.Tensor) -> SamplingInputs:
-        """Return inputs for N positions, selected from their rows' inputs."""
+        """Return inputs for N positions, selected from the inputs of the rows."""
         return self._replace(
             floats_FB=self.floats_FB.index_select(1, row_N),
             ints_B5=self.ints_B5.index_select(0, row_N),
@@ -138,7 +138,7 @@ class Sampling:
         logprobs_mode: str,
         joint: bool = False,
     ) -> None:
-        """Allocate the tables. See `Branch.merge` for `joint`."""
+        """Allocate the tables. `Branch.merge` describes `joint`."""
         self.backend = backend
         self._joint = joint
         self.vocab_size = vocab_size
@@ -153,11 +153,10 @@ class Sampling:
 
     @staticmethod
     def count_bytes(max_rows: int, vocab_size: int) -> int:
-        """Return the total table size in bytes."""
         return DeviceRows.count_bytes(max_rows, *_make_neutral_rows(vocab_size), *make_empty_rows())
 
     def admit(self, request: Request) -> None:
-        """Stage a request's parameters for its row. `flush` copies them to the device."""
+        """Stage the parameters of a request for its row. `flush` copies them to the device."""
         params, row = request.params, request.row
         floats = np.array([getattr(params, name) for name in _FLOATS], dtype=np.float32)
         if params.top_p >= 1:
@@ -202,7 +201,7 @@ class Sampling:
         return select_coarse_counts(self.logprob_counts) if self.backend.traits.captures else self.logprob_counts
 
     def prompt_logprob_count(self, num_requested: int) -> int:
-        """Return the smallest of the `prompt_logprob_counts` that covers `num_requested`."""
+        """Return the smallest element of `prompt_logprob_counts` that is at least `num_requested`."""
         num_requested = self.vocab_size if num_requested < 0 else num_requested
         return next(count for count in self.prompt_logprob_counts() if count >= num_requested)
 
@@ -212,12 +211,12 @@ class Sampling:
         return np.packbits(allowed, bitorder="little").view(np.int32)
 
     def branch(self, requests: list[Request], grammars: Collection[str]) -> Branch:
-        """Return the branch for requests that sample together. `grammars` lists the IDs of requests with a grammar."""
+        """Return the sampling branch for requests that sample together. `grammars` lists requests with a grammar."""
         branch = Branch.largest(self._branches_np[[request.row for request in requests]])
         if grammars:
             branch = branch._replace(constrained=any(request.req_id in grammars for request in requests))
         if branch.top_k == self.vocab_size and branch.top_p:
-            branch = branch._replace(top_p=SEARCHED)  # no list is used
+            branch = branch._replace(top_p=SEARCHED)  # top-k needs no list here
         return self._reduce(branch)
 
     def _reduce(self, branch: Branch) -> Branch:
@@ -230,11 +229,11 @@ class Sampling:
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
-        """All branches that a step may take, sorted."""
+        """All sampling branches that a step may use, sorted."""
         return tuple(sorted({self._reduce(branch) for branch in Branch.iter_all(self.vocab_size, self.logprob_counts)}))
 
     def reports(self, requests: list[Request], branch: Branch) -> bool:
-        """Return whether any request asks for log-probabilities. A merged branch may compute them regardless."""
+        """Return whether any request asks for log-probabilities. A merged branch may compute them anyway."""
         if not any(branch.select_reports()):
             return False
         return any(Branch.largest(self._branches_np[[request.row for request in requests]]).select_reports())
@@ -244,15 +243,15 @@ class Sampling:
         self._rows.flush()
 
     def warm_up(self) -> None:
-        """Warm up the graphs that admissions run."""
+        """Run the graphs that are used for admissions."""
         self._rows.warm_up()
 
     def make_pass(
         self, batch: SampleBatch, branch: Branch, grammars: dict[str, Grammar], num_drafts: int = 0, max_drafts: int = 0
     ) -> SamplePass:
-        """Copy the inputs for a batch's sampling pass to the device. `branch` must cover the batch's requests.
+        """Copy the inputs of a batch's sampling pass to the device. `branch` must cover all requests in the batch.
 
-        The pass proposes `num_drafts` drafts per row, of which a row keeps at most `max_drafts`.
+        The sampling pass proposes `num_drafts` drafts per row, of which a row keeps at most `max_drafts`.
         """
         header_2B = np.zeros((2, len(batch.rows_np)), dtype=np.int32)
         header_2B[0], header_2B[1, : len(batch.requests)] = batch.rows_np, max_drafts
@@ -271,7 +270,7 @@ class Sampling:
         edit_sizes: tuple[int, int] = (0, 0),
         grammars: GrammarInputs | None = None,
     ) -> SamplingInputs:
-        """Gather the parameters that a branch reads, for the given rows. Runs inside a graph."""
+        """Gather the parameters that a branch uses, for the given rows. This method runs inside a graph."""
         scored_RE = self._ints_RX.narrow(1, _NUM_INTS, branch.scored) if branch.scored else None
         return SamplingInputs(
             branch,

@@ -1,9 +1,9 @@
-"""Functions that acceptance rules share: draft comparison, and sampling of the token after the accepted drafts.
+"""Functions that acceptance rules use to compare drafts and to sample the token after the accepted drafts.
 
-Dimensions: B rows, at most K drafts, Q = K + 1 positions, V vocabulary size. Position i has the target's distribution
-for the token that draft i proposes. The position after a row's last draft has the distribution for the bonus token.
+Dimensions: B rows, at most K drafts, Q = K + 1 positions, V vocabulary size. The distribution at position i is the
+target's distribution for the token that draft i proposes. The one after a row's last draft is for the bonus token.
 
-Only the first `num_drafts` of a row's K drafts are real. The rules are exact if this number does not depend on the
+Only the first `num_drafts` of the K drafts in a row are real. The rules are exact if this number does not depend on the
 excluded drafts: a drafter may stop before it samples a draft, but must not withdraw a draft because of its token.
 """
 
@@ -18,7 +18,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def mask_real_drafts(drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Return which drafts may be accepted, bool [B, K]: the valid tokens among a row's first `num_drafts`."""
+    """Return which drafts may be accepted, bool [B, K]: the valid tokens among the first `num_drafts` of each row."""
     offsets_K = torch.arange(drafts_BK.shape[1], device=drafts_BK.device)
     return (offsets_K < num_drafts_B[:, None]) & (drafts_BK >= 0) & (drafts_BK < vocab)
 
@@ -26,13 +26,13 @@ def mask_real_drafts(drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor, vocab:
 def compute_ratios(
     probs_BKV: torch.Tensor, draft_probs_BKV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor
 ) -> torch.Tensor:
-    """Return the finite ratio p / q for each draft, or 0 if the draft is not real or has a draft probability of 0."""
+    """Return the finite ratio p / q for each draft, or 0 if the draft is not real or its draft probability is 0."""
     vocab = probs_BKV.shape[2]
     index = drafts_BK.clamp(0, vocab - 1).long()[..., None]
     p = probs_BKV.gather(2, index).squeeze(2)
     q = draft_probs_BKV.gather(2, index).squeeze(2)
     possible = mask_real_drafts(drafts_BK, num_drafts_B, vocab) & (q > 0)
-    # Keep the ratio finite because the block rule multiplies it by weights that can be 0.
+    # Keep the ratio finite, because the block rule multiplies it by weights that can be 0.
     return torch.where(possible, p / q, 0.0).clamp_(max=_LARGEST)
 
 
@@ -43,7 +43,7 @@ def match_argmax(logits_BKV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B
 
 
 def compute_residual(probs_BV: torch.Tensor, draft_probs_BV: torch.Tensor, weight_B: torch.Tensor) -> torch.Tensor:
-    """Return max(w p - q, 0), not normalized: the target's probability mass that accepted drafts do not cover."""
+    """Return max(w p - q, 0), not normalized: the part of the target's distribution that drafts do not cover."""
     return (weight_B[:, None] * probs_BV - draft_probs_BV).clamp_(min=0)
 
 
@@ -68,8 +68,8 @@ def sample_next(
     """Sample the token after the accepted drafts, int32 [B].
 
     After a rejection, this token is sampled from the residual. If all drafts were accepted, it is the bonus token,
-    which is sampled from the target with the noise of ordinary decoding. Rows without drafts therefore get the same
-    token as in ordinary decoding.
+    which is sampled from the target with the same noise as in ordinary decoding. Rows without drafts therefore get the
+    same token as in ordinary decoding.
     """
     vocab = logits_BQV.shape[2]
     logits_BV = select_position(logits_BQV, num_accepted_B)
@@ -82,7 +82,7 @@ def sample_next(
     noise_keys_B2 = torch.where(from_residual_B[:, None], residual_keys_B2, keys_B2)
     position_B1 = positions_BQ.gather(1, num_accepted_B.long()[:, None])
     tokens_V = torch.arange(vocab, dtype=torch.int32, device=logits_BQV.device)
-    # Only one position per row needs noise, so select its stream before computing noise for the vocabulary.
+    # Only one position per row needs noise, so select its stream before computing noise for the whole vocabulary.
     noise_BV = gumbel(noise_keys_B2, position_B1, stream_B1, tokens_V).squeeze(1)
     chosen_BV = torch.where(from_residual_B[:, None], residual_BV.log(), logits_BV)
     return (noise_BV * random_B[:, None] + chosen_BV).argmax(-1).int()
@@ -91,7 +91,7 @@ def sample_next(
 def make_verification(
     drafts_BK: torch.Tensor, num_accepted_B: torch.Tensor, token_B: torch.Tensor, vocab: int
 ) -> Verification:
-    """Combine the accepted drafts with the token after them. Unused entries also hold valid tokens."""
+    """Combine the accepted drafts with the token that follows them. Unused entries also contain valid tokens."""
     offsets_Q = torch.arange(drafts_BK.shape[1] + 1, device=drafts_BK.device)
     tokens_BQ = torch.cat((drafts_BK.clamp(0, vocab - 1), token_B[:, None]), dim=1)
     tokens_BQ = torch.where(offsets_Q == num_accepted_B[:, None], token_B[:, None], tokens_BQ)

@@ -1,7 +1,7 @@
-"""Thinking budgets, which force tokens once a request has spent its `thinking_token_budget`.
+"""Thinking budgets, which force certain tokens once a request has used up its `thinking_token_budget`.
 
-Forced tokens depend only on the request's tokens, so there is no state to update after verification. Each position
-treats the draft tokens before it as if they had been sampled. The semantics match vLLM's second model runner.
+Forced tokens depend only on the tokens of the request, so no state has to be updated after verification. Each position
+treats the draft tokens before it as if they had been sampled. This matches vLLM's second model runner.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ThinkingMarkers(NamedTuple):
     ends: tuple[tuple[int, ...], ...]
     """Sequences that end the thinking phase."""
     forced: tuple[int, ...]
-    """Sequence to force once the budget is spent."""
+    """Sequence to force once the budget is used up."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> ThinkingMarkers | None:
@@ -52,7 +52,7 @@ class ThinkingMarkers(NamedTuple):
         """Return the token that must follow each position, or -1, as int32 [B, Q].
 
         Args:
-            history_BM: Tokens of each row, including drafts.
+            history_BM: Tokens in each row, including drafts.
             positions_BQ: Consecutive positions in each row.
             budget_B: Maximum number of thinking tokens in each row, or `NO_BUDGET`.
         """
@@ -71,7 +71,7 @@ class ThinkingMarkers(NamedTuple):
 
 
 def force_tokens(logits_BQV: torch.Tensor, forced_BQ: torch.Tensor) -> torch.Tensor:
-    """Make each forced token the only one that can be sampled, even if it was masked."""
+    """Make each forced token the only token that can be sampled, even if it was masked."""
     token_V = torch.arange(logits_BQV.shape[-1], dtype=torch.int32, device=logits_BQV.device)
     return logits_BQV.masked_fill(token_V == forced_BQ[..., None], _FORCED_LOGIT)
 
@@ -85,7 +85,7 @@ def _gather_recent(history_BM: torch.Tensor, positions_BQ: torch.Tensor, length:
 
 
 def _ends_with(recent_BQR: torch.Tensor, sequence: tuple[int, ...]) -> torch.Tensor:
-    """Return whether the text up to each position ends with a sequence."""
+    """Return whether the text up to each position ends with the sequence."""
     newest = recent_BQR.unbind(-1)[-len(sequence) :]
     return reduce(torch.logical_and, (token == other for token, other in zip(newest, sequence, strict=True)))
 

@@ -1,6 +1,6 @@
-"""Sampling pass: logits processing, the acceptance rule, and log-probabilities.
+"""The sampling pass: logits processing, the acceptance rule, and log-probabilities.
 
-Sampling parameters apply at each of the Q positions as they would without drafts: each position treats the draft
+Sampling parameters apply at each of the Q positions in the same way as without drafts: each position treats the draft
 tokens before it as if they had been sampled.
 """
 
@@ -42,10 +42,10 @@ class Rule(Protocol):
 
 
 def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule:
-    """Return the acceptance rule that the user chose.
+    """Return the acceptance rule that the user has chosen.
 
     If drafts have no probabilities, their distributions are one-hot, and all exact rules sample from the same
-    distribution. In that case the strict rule runs, because only it preserves the tokens of seeded requests.
+    distribution. In this case, the strict rule runs, the only one that preserves the tokens of seeded requests.
     """
     rules = backend.rules
     strict = partial(_verify_strict, rules)
@@ -55,7 +55,7 @@ def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule
     if RULES[speculation.rule].needs_probs:
         return partial(_verify_with_probs, rules, verify) if speculation.keeps_probs else strict
     if speculation.rule == SYNTHETIC:
-        with torch.inference_mode():  # steps slice this tensor in inference mode, and the emulated card checks this
+        with torch.inference_mode():  # steps slice this tensor in inference mode, which the emulated card checks
             rates_K = torch.tensor(speculation.synthetic_rates, device=backend.traits.torch_device)
         verify = partial(verify, rates_K=rates_K)
     return partial(_verify_without_probs, rules, verify)
@@ -64,7 +64,7 @@ def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule
 def needs_rectangle(speculation: Speculation | None, *, random: bool) -> bool:
     """Return whether the rule for a verify step needs all positions of a row together.
 
-    Otherwise, the strict rule applies: each position's token is chosen independently and compared with the draft.
+    If not, the strict rule applies: the token at each position is chosen independently and compared with the draft.
 
     Args:
         random: Whether the step samples with a temperature above 0.
@@ -111,8 +111,8 @@ def _verify_with_probs(
     )
     if inputs.free_B is None:
         return verification
-    # A grammar withdraws drafts because of their tokens, which makes these rules inexact. The strict rule stays exact
-    # because the target's own token does not depend on a draft.
+    # A grammar withdraws drafts because of their tokens, which would make these rules inexact. The strict rule stays
+    # exact, because the target's own token does not depend on any draft.
     exact = _verify_strict(rules, logits_BQV, positions_BQ, proposed, inputs)
     return Verification(
         torch.where(inputs.free_B[:, None], verification.tokens_BQ, exact.tokens_BQ),
@@ -142,7 +142,7 @@ def _verify_without_probs(
 
 
 class Verifier:
-    """The object that verifies drafts and samples tokens for the rows that sample in a step."""
+    """Verifies drafts and samples tokens for the rows that sample in a step."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class Verifier:
         inputs: SamplingInputs,
         draft_probs_BKV: torch.Tensor | None,
     ) -> Verification:
-        """Choose the tokens that follow each row's first position, and gather the requested log-probabilities."""
+        """Choose the tokens that follow the first position of each row, and gather the requested log-probabilities."""
 
         def penalize(logits_BQV: torch.Tensor) -> torch.Tensor:
             history_BM = self._requests.history_RM.index_select(0, rows_B)
@@ -194,9 +194,9 @@ class Verifier:
         num_drafts_B: torch.Tensor,
         inputs: SamplingInputs,
     ) -> Verification:
-        """Verify with logits for listed positions only. Each is sampled as if it were a row with one position.
+        """Verify with logits for listed positions only. Each position is sampled as if it were a row with one position.
 
-        This supports the strict rule and, if rows have only one position, all other rules. Results at unlisted
+        This method supports the strict rule and, if rows have only one position, all other rules. Results at unlisted
         positions are undefined.
         """
         row_N, query_N = position_list.index_2N.unbind(0)
@@ -240,7 +240,7 @@ class Verifier:
     def _find_forced_tokens(
         self, positions_BQ: torch.Tensor, rows_B: torch.Tensor, inputs: SamplingInputs
     ) -> torch.Tensor | None:
-        """Return the tokens that thinking budgets force, [B, Q], or None if no request can have a budget."""
+        """Return the tokens forced by thinking budgets, [B, Q], or None if no request can have a budget."""
         if self._thinking is None or not inputs.branch.edited:
             return None
         history_BM = self._requests.history_RM.index_select(0, rows_B)
@@ -267,10 +267,10 @@ class Verifier:
         branch = inputs.branch
         needs_scores = branch.reported or branch.scored
         if branch.constrained:
-            # Apply the grammar first: raw log-probabilities cover only the tokens that it allows.
+            # Apply the grammar first, because raw log-probabilities cover only the tokens that it allows.
             assert inputs.grammars is not None
             logits_BQV = edit.apply_bitmask(logits_BQV, inputs.grammars.masks_BQW)
-        # Copy the logits, because custom processors change them in place.
+        # Copy the logits, because custom processors modify them in place.
         raw = logits_BQV.clone() if needs_scores and self._logprobs_mode.startswith("raw") else None
         if branch.masked:
             assert inputs.allowed_B1W is not None
@@ -295,7 +295,7 @@ class Verifier:
     def _gather_logprobs(
         self, logits_BQV: torch.Tensor, sampled_N: torch.Tensor, inputs: SamplingInputs, num_queries: int
     ) -> tuple[LogprobsTensors | None, LogprobsTensors | None]:
-        """Gather log-probabilities of the most likely tokens and of requested tokens, at N = B * Q positions."""
+        """Gather the log-probabilities of the most likely tokens and of requested tokens, at N = B * Q positions."""
         branch = inputs.branch
         if not (branch.reported or branch.scored):
             return None, None
@@ -313,7 +313,7 @@ class Verifier:
 def apply_temperature_and_filters(
     rules: Rules, logits_BQV: torch.Tensor, inputs: SamplingInputs, branch: Branch
 ) -> torch.Tensor:
-    """Apply only the temperature and filters, as drafters do."""
+    """Apply only the temperature and the filters, as drafters do."""
     return _apply_filters(rules, edit.apply_temperature(logits_BQV, inputs.floats["temperature"]), inputs, branch)
 
 
@@ -342,7 +342,7 @@ def gather_recent_outputs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output tokens to compare with edit prefixes, [B, Q, P], and the number of output tokens, [B, Q].
 
-    Tokens before the start of the output are -2.
+    Positions before the start of the output have the token -2.
     """
     assert inputs.logit_edits is not None
     recent_BQP = positions_BQ[..., None] - inputs.logit_edits.prefix_B3P[:, None, 1]

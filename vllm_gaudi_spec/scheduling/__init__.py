@@ -1,1 +1,1 @@
-"""Decisions about how many tokens to draft, made in vLLM's scheduler so that all ranks receive the same decision."""
+"""Decisions about how many tokens to draft, made in vLLM's scheduler so that all ranks get the same decision."""

@@ -1,8 +1,8 @@
 """Adaptive verification, which chooses the number of drafts per row that maximizes the expected tokens per second.
 
-All rows of a step share one shape, so the number of drafts per row determines the batch's token budget. The choice
-depends on measured times, on the acceptance of earlier drafts and on the requests' lengths, but never on drafts that
-await verification or on the random noise that will verify them. Therefore, every acceptance rule stays exact.
+All rows in a step have the same shape, so the number of drafts per row determines the size of the batch. The choice
+depends on measured times, on the acceptance of earlier drafts and on the lengths of requests, but never on drafts that
+await verification or on the noise used to verify them. Every acceptance rule therefore remains exact.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from dataclasses import dataclass, field
 import numpy as np
 
 _FORGET = 0.95
-"""Factor by which each observation of a request reduces the weight of earlier observations."""
+"""Factor by which each new observation of a request reduces the weight of earlier observations."""
 _FORGET_IDLE = 0.98
-"""Like `_FORGET`, for a step without drafts. The estimate slowly reverts to the initial one, so drafts are retried."""
+"""Like `_FORGET`, but for a step without drafts. The estimate slowly reverts, so that drafting is retried."""
 _FORGET_ALL = 0.998
-"""Like `_FORGET`, for the overall acceptance rate."""
+"""Like `_FORGET`, but for the overall acceptance rate."""
 _PRIOR = 6.0
-"""Weight of the overall acceptance rate in the estimate for one request, as a number of drafts."""
+"""Weight of the overall acceptance rate in the estimate for a request, as a number of drafts."""
 _LOWEST_RATE = 0.05
-"""Lower bound on the overall acceptance rate, so that new requests always get a chance to draft."""
+"""Lower bound on the overall acceptance rate, so that new requests always have a chance to draft."""
 
 
 @dataclass(slots=True)
 class _Count:
     accepted: float = 0.0
     expected: float = 0.0
-    """Number of drafts tried or, for a draft position, number of acceptances that the requests' own rates predict."""
+    """Number of drafts tried or, for a draft position, the acceptances predicted from the requests' own rates."""
 
     def add(self, accepted: float, expected: float, keep: float) -> None:
         self.accepted = self.accepted * keep + accepted
@@ -40,22 +40,22 @@ class _Count:
 
 
 class Acceptance:
-    """Estimates how many of each request's drafts will be accepted."""
+    """Estimates how many drafts of each request will be accepted."""
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
         self._by_id: dict[str, _Count] = {}
         self._all = _Count()
         self._positions = [_Count() for _ in range(num_drafts)]
-        """Number of accepted drafts at each position, and the number that the requests' own rates predict there."""
+        """Number of accepted drafts at each position, and the number predicted from the requests' own rates."""
 
     def observe(self, req_id: str, num_drafted: int, num_accepted: int) -> None:
-        """Record how many of a request's drafts were accepted. Drafts after the first rejected one are ignored."""
+        """Record how many drafts of a request were accepted. Drafts after the first rejected one are ignored."""
         num_tried = min(num_accepted + 1, max(num_drafted, 1))
         count = self._by_id.setdefault(req_id, _Count())
         rate = count.rate(self._average())
         count.add(num_accepted, num_tried, _FORGET)
-        if not num_drafted:  # this says nothing about other requests
+        if not num_drafted:  # this provides no information about other requests
             return
         for position in range(num_tried):
             self._positions[position].add(position < num_accepted, rate, _FORGET_ALL)
@@ -73,10 +73,10 @@ class Acceptance:
             self._by_id.pop(req_id, None)
 
     def _average(self) -> float:
-        return max(self._all.rate(1.0), _LOWEST_RATE)  # until drafts are rejected, they are worth trying
+        return max(self._all.rate(1.0), _LOWEST_RATE)  # drafts are worth trying until some are rejected
 
     def expect_tokens(self, max_drafts_by_id: dict[str, int]) -> np.ndarray:
-        """Return the expected number of tokens in a step that verifies 0, 1, ..., k drafts per row.
+        """Return the expected number of tokens from a step that verifies 0, 1, ..., k drafts per row.
 
         Args:
             max_drafts_by_id: Maps each request in the step to its maximum number of drafts.
@@ -92,30 +92,30 @@ class Acceptance:
 
 
 _LONGEST_MEMORY = 32
-"""Maximum number of steps that a choice's running mean covers."""
+"""Maximum number of steps included in the running mean of a choice."""
 _LARGEST_CHANGE = 1.5
-"""Maximum ratio by which a step may exceed the mean or fall below it. A longer step probably includes a pause."""
+"""Maximum ratio between a step and the mean, in either direction. A longer step probably includes a pause."""
 _LARGE_CHANGES = 4
-"""Number of consecutive steps that exceed `_LARGEST_CHANGE` before all choices are measured again."""
+"""Number of consecutive steps outside `_LARGEST_CHANGE` after which all choices are measured again."""
 _LARGEST_DRIFT = 0.1
-"""Maximum relative change that is also applied to other choices. Noise must not make them look slow."""
+"""Maximum relative change that is also applied to other choices. Noise must not make other choices look slow."""
 _OPTIMISM = 0.5
-"""Number of standard errors subtracted from each mean, so that a choice is not ruled out by a few slow steps."""
+"""Number of standard errors to subtract from each mean, so that a few slow steps do not rule out a choice."""
 _FIRST_VARIANCE = 0.04
-"""Assumed relative variance of step times before any are measured."""
+"""Assumed relative variance of step times before any have been measured."""
 _VARIANCE_SMOOTHING = 1 / 16
 """Weight of each step in the running variance."""
 _DOUBT = 1 / 3072
-"""Fraction by which each step shortens the estimates for the other choices, divided by the number of steps that their
-means cover. Each choice is eventually tried again, because the machine may have been busy when it was measured."""
+"""Fraction by which each step shortens the estimates for all other choices, divided by the number of steps in their
+means. Every choice is thus eventually tried again, because the machine may have been busy when it was measured."""
 _FORGET_STEPS = 1 / 1024
-"""Fraction by which each step reduces the number of steps that the other choices' means cover."""
+"""Fraction by which each step reduces the number of steps in the means of all other choices."""
 _OUT_OF_DATE = 0.5
-"""Number of steps that a mean covers when the choice must be measured again."""
+"""Number of steps in a mean below which the choice must be measured again."""
 _WORTH_A_CHANGE = 1.02
-"""Minimum speedup for which the choice changes."""
+"""Minimum speedup for which another choice is made."""
 _UNKNOWN = 1e-6
-"""Assumed seconds per step for choices that warm-up did not measure, short enough that each of them is tried."""
+"""Assumed seconds per step for choices that warm-up did not measure, short enough for each of them to be tried."""
 
 
 @dataclass(slots=True)
@@ -124,7 +124,7 @@ class _Size:
 
     rows: int
     warmed_J: np.ndarray
-    """Seconds per step as measured in warm-up."""
+    """Seconds per step, as measured in warm-up."""
     chosen: int = -1
     """Index of the latest choice."""
     variance: float = _FIRST_VARIANCE
@@ -132,16 +132,16 @@ class _Size:
     measured: int = -1
     """Index of the choice that was measured last."""
     num_in_a_row: int = 0
-    """Number of consecutive measured steps of this choice."""
+    """Number of consecutive steps with this choice that were measured."""
     num_large: int = 0
-    """Number of consecutive steps that exceeded `_LARGEST_CHANGE`."""
+    """Number of consecutive steps outside `_LARGEST_CHANGE`."""
     seconds_J: np.ndarray = field(init=False)
-    """Mean seconds per step, initially as measured in warm-up."""
+    """Mean seconds per step, which starts as the time measured in warm-up."""
     first_J: np.ndarray = field(init=False)
-    """Seconds of a choice's first step, until its second step, or 0."""
+    """Seconds of the first step with each choice until there is a second step, or 0."""
     num_measured_J: np.ndarray = field(init=False)
-    """Number of steps that each mean covers. Below 1, the mean is out of date, and the faster of the choice's next two
-    steps replaces it. If it is 0, the choice was never measured."""
+    """Number of steps in each mean. Below 1, the mean is out of date and is replaced by the faster of the next two
+    steps with that choice. At 0, the choice has never been measured."""
 
     def __post_init__(self) -> None:
         self.seconds_J = self.warmed_J.copy()
@@ -150,8 +150,8 @@ class _Size:
     def estimate_seconds(self, others: Collection[_Size]) -> np.ndarray:
         """Return optimistic estimates of the seconds per step for each choice.
 
-        A choice that was never measured at this size is assumed to be slower or faster than in warm-up by the same
-        factor as at the nearest size that measured it.
+        If a choice has never been measured at this size, its warm-up time is scaled by the same factor as at the
+        nearest size at which it was measured.
         """
         errors_J = np.sqrt(self.variance / np.maximum(self.num_measured_J, 1))
         estimates_J = self.seconds_J * (1 - _OPTIMISM * errors_J)
@@ -164,7 +164,7 @@ class _Size:
         return estimates_J
 
     def observe(self, index: int, seconds: float) -> None:
-        """Update the means after a step of the choice at `index`."""
+        """Update the means after a step with the choice at `index`."""
         self.num_in_a_row = self.num_in_a_row + 1 if index == self.measured else 1
         self.measured = index
         if self.num_measured_J[index] >= 1:
@@ -172,7 +172,7 @@ class _Size:
         elif not self.first_J[index]:
             self.first_J[index] = seconds
         else:
-            self._replace(index, min(self.first_J[index], seconds))  # either one may include a pause
+            self._replace(index, min(self.first_J[index], seconds))  # either step may include a pause
         is_other_J = np.arange(len(self.seconds_J)) != index
         self.seconds_J[is_other_J] *= 1 - _DOUBT / np.maximum(self.num_measured_J[is_other_J], 1)
         self.num_measured_J[is_other_J] *= 1 - _FORGET_STEPS
@@ -189,7 +189,7 @@ class _Size:
         change = min(max(ratio, 1 / _LARGEST_CHANGE), _LARGEST_CHANGE) - 1
         self.num_large = self.num_large + 1 if change != ratio - 1 else 0
         if self.num_large == _LARGE_CHANGES:
-            # Contexts or load have changed. A decrease applies to all choices, so that none of them looks slow.
+            # Contexts or the load have changed. A decrease applies to all choices, so that no other choice looks slow.
             self.seconds_J += min(seconds - mean, 0)
             self.num_large = 0
             self.first_J[:] = 0
@@ -197,26 +197,26 @@ class _Size:
             return
         self.variance += _VARIANCE_SMOOTHING * (change**2 - self.variance)
         num_measured_J[index] = min(num_measured_J[index] + 1, _LONGEST_MEMORY)
-        if self.num_in_a_row > _LONGEST_MEMORY:  # before that, a change may only correct the mean
+        if self.num_in_a_row > _LONGEST_MEMORY:  # until then, a change may only be a correction of the mean
             self.seconds_J += min(max(change, -_LARGEST_DRIFT), _LARGEST_DRIFT) * mean / _LONGEST_MEMORY
         self.seconds_J[index] = mean * (1 + change / num_measured_J[index])
 
 
 class StepTimes:
-    """Step times by batch size and number of drafts, from which the number of drafts is chosen.
+    """Step times by batch size and number of drafts, which are used to choose the number of drafts.
 
-    Warm-up measures these times with short contexts and without waiting for the host, so most of them are too short. An
-    estimate that is too short is corrected as soon as its choice runs, and the other choices' estimates shrink with
-    every step. Once a choice has run for long, small changes in its time are applied to all choices, because they come
-    from contexts or load. After several large changes in a row, all choices are measured again.
+    Warm-up measures step times with short contexts and without waiting for the host, so most of them are too short. An
+    estimate that is too short is corrected as soon as its choice runs, and every step shortens the estimates for all
+    other choices. Once a choice has run for a while, small changes in its step time are applied to all choices, because
+    they are caused by contexts or the load. After several large changes in a row, all choices are measured again.
     """
 
     def __init__(self, sizes: Sequence[int], choices: Sequence[int]) -> None:
-        """Start without measurements.
+        """Initialize without any measurements.
 
         Args:
             sizes: Batch sizes to which steps are padded.
-            choices: Numbers of drafts that have separate decode shapes, in ascending order, starting with 0.
+            choices: The numbers of drafts that have separate decode shapes, in ascending order, starting with 0.
         """
         self._buckets = sizes
         self._choices = choices
@@ -224,7 +224,7 @@ class StepTimes:
         self._warmed: Mapping[int, Sequence[float]] = {}
 
     def start_from(self, warmed: Mapping[int, Sequence[float]]) -> None:
-        """Start from the times measured in warm-up, which arrive with the output of every step.
+        """Start from the times measured in warm-up, which workers report with every step.
 
         Args:
             warmed: Maps a batch size to the seconds per step for each choice.
@@ -238,7 +238,7 @@ class StepTimes:
 
         Args:
             num_rows: Number of rows in the step.
-            tokens_J: Expected number of tokens in the step for 0, 1, ... drafts per row.
+            tokens_J: Expected number of tokens from the step for 0, 1, ... drafts per row.
             limit: Maximum number that may be chosen. Defaults to the last choice.
         """
         size = self._at(num_rows)
@@ -250,12 +250,12 @@ class StepTimes:
         return choices[size.chosen]
 
     def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """Record a decode step. The previous step must have had the same size and the same numbers of drafts.
+        """Record the time of a decode step. The previous step must have had the same size and numbers of drafts.
 
         Args:
             num_rows: Number of rows in the step.
-            num_drafts: Number of drafts per row that were chosen for the step to verify.
-            seconds: Time since the previous step ended.
+            num_drafts: Number of drafts per row chosen for verification in this step.
+            seconds: Time since the end of the previous step.
         """
         self._at(num_rows).observe(self._choices.index(num_drafts), seconds)
 

@@ -1,8 +1,8 @@
-"""Audits, which rerun one in N requests without drafts while the engine is idle and compare the outputs.
+"""Audits, which run one in N requests again without drafts while the engine is idle and compare the outputs.
 
-An audit's requests run in the engine under a separate client index, `AUDITOR`, and the scheduler removes their outputs
-before they reach a client. Audit requests run only while no client has a request. A new client request aborts them
-immediately, and they are restarted later.
+Audit requests run in the engine under a separate client index, `AUDITOR`, and the scheduler removes their outputs
+before these reach a client. Audit requests run only while no client has a request. A new client request aborts all
+audit requests immediately, and these are restarted later.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 AUDITOR = -1
-"""The `client_index` of audit requests, which no front end uses."""
+"""The `client_index` of audit requests, which front ends never use."""
 MAX_WAITING = 64
-"""Maximum number of finished requests that wait for idle steps. Requests beyond this limit are not audited."""
+"""Maximum number of finished requests waiting to be audited. Further requests are not audited."""
 MAX_STARTS = 8
-"""Number of starts after which an interrupted audit is dropped."""
+"""Number of starts after which an audit that is interrupted again is dropped."""
 _LARGEST_SEED = (1 << 63) - 1
 _COMPARABLE = (
     RequestStatus.FINISHED_STOPPED,
@@ -60,12 +60,12 @@ class _Audit:
     num_starts: int = 0
     comparison: Comparison | None = None
     running: dict[str, Request] = field(default_factory=dict)
-    """Requests for the current jobs, in order."""
+    """Requests that the comparison is currently waiting for, in order."""
     results: dict[str, Result] = field(default_factory=dict)
 
 
 class Audits:
-    """Chooses finished requests, runs their audits, and counts the results."""
+    """Selects finished requests, runs their audits, and counts the results."""
 
     def __init__(
         self, every: int, vllm_config: VllmConfig, speculation: Speculation, step_metrics: StepMetrics
@@ -77,7 +77,7 @@ class Audits:
         self._tolerance = TIES[vllm_config.model_config.dtype]
         self._num_seen = 0
         self._chosen: set[str] = set()
-        """IDs of client requests that will be audited when they end."""
+        """IDs of client requests that will be audited after they end."""
         self._waiting: deque[_Audit] = deque()
         self._running: dict[str, _Audit] = {}
         """Maps the ID of an audit request to its audit."""
@@ -98,13 +98,13 @@ class Audits:
         params = request.sampling_params
         assert params is not None
         if params.temperature > 0 and params.seed is None:
-            # The audit needs the request's seed. Otherwise, a worker would choose a seed that only it knows.
+            # The audit needs the request's seed. Without one, a worker would choose a seed that is unknown here.
             request.sampling_params = copy.copy(params)
             seed = fresh_seed(self._vllm_config.model_config.seed, self._num_seen, request.request_id)
             request.sampling_params.seed = seed & _LARGEST_SEED
 
     def on_ended(self, request: Request) -> None:
-        """Queue a finished client request for its audit. Must be called before vLLM frees the request."""
+        """Queue a finished client request for an audit. This method must be called before vLLM frees the request."""
         if request.request_id not in self._chosen:
             return
         self._chosen.remove(request.request_id)
@@ -121,7 +121,7 @@ class Audits:
             self._waiting.append(_Audit(finished))
 
     def _explain_skip(self, request: Request) -> str:
-        """Return why a request is not audited, or an empty string if it can be."""
+        """Return why a request cannot be audited, or an empty string if it can be."""
         params = request.sampling_params
         if params is None or request.prompt_token_ids is None:
             return metrics.INPUTS
@@ -177,7 +177,7 @@ class Audits:
             self._continue(audit)
 
     def interrupt(self) -> list[str]:
-        """Stop all running audits, which will be restarted later, and return the IDs of the requests to abort."""
+        """Stop all running audits, which are restarted later, and return the IDs of the requests to abort."""
         ids = [*self._running]
         for audit in reversed(dict.fromkeys(self._running.values())):
             assert audit.comparison is not None
@@ -194,7 +194,8 @@ class Audits:
     def drop(self) -> list[str]:
         """Drop all audits and return the IDs of the requests to abort.
 
-        This is called on a pause or a prefix cache reset, because a worker extension may then change the model.
+        This method is called when the engine is paused or its prefix cache is reset, because a worker extension may
+        then change the model.
         """
         ids = self.interrupt()
         if num_dropped := len(self._waiting) + len(self._chosen):
@@ -207,7 +208,7 @@ class Audits:
         audit.running, audit.results = {}, {}
         for job in jobs:
             request = Request(
-                # Clients can choose their own request IDs but must not be able to choose this one.
+                # Clients can choose request IDs but must not be able to choose this one.
                 f"gaudi-spec-audit-{uuid4().hex}",
                 job.prompt,
                 job.params,
@@ -231,7 +232,7 @@ class Audits:
             self._run(audit, jobs)
 
     def _give_up(self, audit: _Audit, cause: str) -> None:
-        """Drop an audit. Its other requests finish normally, but their results are ignored."""
+        """Drop an audit. Its remaining requests finish as usual, but their results are ignored."""
         self._running = {req_id: one for req_id, one in self._running.items() if one is not audit}
         self._metrics.count(metrics.AUDITS_SKIPPED, 1, cause)
 

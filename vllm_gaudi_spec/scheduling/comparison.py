@@ -1,10 +1,10 @@
-"""Comparison of a finished request's output with its output without drafts.
+"""Comparison of a finished request's output with the output of the same request without drafts.
 
-A comparison is a generator: it yields requests to run without drafts, receives their results, and returns an outcome.
-It can be closed at any time and restarted.
+A comparison is a generator that yields requests to run without drafts, receives their results, and returns an outcome.
+A comparison can be closed at any time and started again.
 
-Comparisons support the strict acceptance rule, as well as every rule at temperature 0. In these cases, decoding
-produces the same tokens with and without drafts, except at ties.
+Comparisons work for the strict acceptance rule, and for every rule at temperature 0. In these cases, decoding generates
+the same tokens with and without drafts, except in the case of ties.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = init_logger(__name__)
 
 
 class Finished(NamedTuple):
-    """The data about a finished request that an audit needs."""
+    """The data that an audit needs about a finished request."""
 
     prompt: list[int]
     outputs: list[int]
@@ -54,8 +54,6 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of a `Job`."""
-
     tokens: list[int]
     scores: dict[int, float]
     """Scores of the tokens in `logprob_token_ids` at the first position."""
@@ -70,12 +68,10 @@ class Difference:
     position: int
     """Index into the output tokens."""
     scores: dict[int, float]
-    """Scores of the two candidates at that position, if both outputs have a token there."""
+    """Scores of both candidates at that position, if both outputs have a token there."""
 
 
 class Outcome(NamedTuple):
-    """The result of a comparison."""
-
     kind: str
     """One of `metrics.AUDIT_RESULTS`."""
     difference: Difference | None = None
@@ -85,21 +81,21 @@ Comparison = Generator[list[Job], list[Result], Outcome]
 
 TIES = {torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.5}
 """Maps the model's dtype to the maximum difference at which two logits, including their noise, count as tied. For the
-16-bit dtypes, it is four times the spacing of representable numbers between 16 and 32."""
+16-bit dtypes, this is four times the spacing of representable numbers between 16 and 32."""
 
 
 def compare_tokens(finished: Finished, tolerance: float) -> Comparison:
-    """Run the request again with its original noise and expect the same tokens up to the first tie."""
+    """Run the request again with its original noise, and expect the same tokens up to the first tie."""
     length = len(finished.outputs)
     (again,) = yield [Job(finished.prompt, _audit_params(finished.params, max_tokens=length))]
     position = find_first_difference(finished.outputs, again.tokens)
     if position is None:
         return Outcome(metrics.IDENTICAL)
-    if position == min(length, len(again.tokens)):  # only one output has ended, which rounding cannot explain
+    if position == min(length, len(again.tokens)):  # only one of the outputs has ended, which rounding cannot explain
         return Outcome(metrics.DIFFERENT, Difference(finished, again.tokens, position, {}))
     pair = finished.outputs[position], again.tokens[position]
     prompt = finished.prompt + finished.outputs[:position]
-    # The candidates are tied if the first one wins when raised by the tolerance and loses when lowered by it.
+    # The candidates are tied if the first one wins with its logit raised by the tolerance and loses with it lowered.
     raised, lowered = yield [
         Job(prompt, _params_between(finished, position, pair, raised_by)) for raised_by in (tolerance, -tolerance)
     ]
@@ -117,7 +113,7 @@ def find_first_difference(one: Sequence[int], other: Sequence[int]) -> int | Non
 
 
 def _audit_params(params: SamplingParams, **changes: object) -> SamplingParams:
-    """Return `params` with `changes` but without drafts, log-probabilities, or KV reuse from speculative steps."""
+    """Return `params` with `changes`but without drafts, log-probabilities, or reuse of KV from speculative steps."""
     changed = copy.copy(params)
     quiet = dict.fromkeys(("logprobs", "prompt_logprobs", "prompt_logprob_start", "logprob_token_ids"))
     no_drafts = {**(params.extra_args or {}), REQUEST_OPTION: 0}
@@ -127,9 +123,9 @@ def _audit_params(params: SamplingParams, **changes: object) -> SamplingParams:
 
 
 def _params_between(finished: Finished, position: int, pair: tuple[int, int], raised_by: float) -> SamplingParams:
-    """Return parameters for choosing between two candidates after adding `raised_by` to the first one's logit.
+    """Return parameters for choosing between two candidates after `raised_by` is added to the logit of the first one.
 
-    The outputs before `position` become part of the prompt, so penalties that count outputs are replaced by biases.
+    Outputs before `position` become part of the prompt, so penalties that count outputs are replaced by biases.
     """
     params = finished.params
     before = finished.outputs[:position]
@@ -140,7 +136,7 @@ def _params_between(finished: Finished, position: int, pair: tuple[int, int], ra
         for token in pair
     }
     bias[pair[0]] += raised_by
-    # Both candidates passed every filter, so none of the filters is needed here.
+    # Both candidates have passed every filter, so no filter is needed here.
     return _audit_params(
         params,
         max_tokens=1,
@@ -165,13 +161,13 @@ _PARAMS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids"),
     "bad_words_token_ids",
 )
-"""Sampling parameters that affect the choice of tokens. None of them contains text."""
+"""Sampling parameters that affect which tokens are chosen. None of these parameters contains text."""
 
 
 def write_difference(
     difference: Difference, vllm_config: VllmConfig, speculation: Speculation, tolerance: float
 ) -> Path | None:
-    """Write token IDs and options, but no text, to a file. Return its path, or None if writing failed.
+    """Write token IDs and options, but no text, to a file. Returns the path of the file, or None if writing failed.
 
     Only the user who runs the server can read the file.
     """

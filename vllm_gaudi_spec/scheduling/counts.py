@@ -1,7 +1,7 @@
-"""Counts of decoding requests by number of drafts, and of the reasons why some requests have none.
+"""Counts of decoding requests by number of drafts, and of the reasons why requests have no drafts.
 
-The scheduler does the counting, because it knows each request's length and parameters and decides how much to draft.
-The worker's information arrives with the step's output, so counting needs no extra device-to-host sync or message.
+Requests are counted in the scheduler, which knows their lengths and parameters and decides how many tokens to draft.
+Information from workers arrives with the output of each step, so counting needs no extra sync or message.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ logger = init_logger(__name__)
 
 
 class DraftCounts:
-    """Counts requests that decode with and without drafts."""
+    """Counts requests that decode with drafts and those that decode without."""
 
     def __init__(self, speculation: Speculation, max_model_len: int, step_metrics: StepMetrics) -> None:
         self._num_drafts = speculation.num_drafts
         self._max_context = speculation.get_drafting_end(max_model_len)
         self._metrics = step_metrics
         self._choices: dict[str, tuple[int, str]] = {}
-        """Maps a request to the maximum number of drafts after its latest step and, if that is 0, the reason. Requests
-        without an entry may have up to k drafts."""
+        """Maps each request to the maximum number of drafts after its latest step and, if that is 0, to the reason.
+        Requests without an entry may have up to k drafts."""
         self._excluded: set[str] = set()
         """IDs of requests that are excluded from drafting."""
         self._failed: set[str] = set()
-        """IDs of requests whose drafting failed after their latest step. Other steps may run before their next one."""
+        """IDs of requests for which drafting failed after their latest step. Other steps may run before the next step
+        of these requests."""
         self._logged: dict[str, str] = {}
-        """Maps a request to the reason that was logged most recently for it."""
+        """Maps each request to the reason that was last logged for it."""
 
     def exclude(self, req_ids: tuple[str, ...]) -> None:
         self._excluded.update(req_ids)
@@ -48,7 +49,7 @@ class DraftCounts:
     def observe(
         self, requests: Mapping[str, Request], scheduled: SpecSchedulerOutput, output: SpeculativeOutput
     ) -> None:
-        """Count a step's output. Must be called before vLLM's scheduler processes it."""
+        """Count the requests in the output of a step. Call this before vLLM's scheduler processes it."""
         if output.num_real_drafts:
             self.count(requests, output)
             self.remember(scheduled, output)
@@ -72,7 +73,7 @@ class DraftCounts:
             if not num_drafts:
                 reason = self._reason(request, output.why.get(req_id, ""), skip_reason)
                 reasons[reason] += 1
-                if self._logged.get(req_id) != reason:  # a request may have the same reason in every step
+                if self._logged.get(req_id) != reason:  # the reason may be the same in every step
                     self._logged[req_id] = reason
                     logger.debug("Request %s has no drafts after %d tokens: %s.", req_id, request.num_tokens, reason)
         for name, rows in (
@@ -106,7 +107,7 @@ class DraftCounts:
         if self._choices or max_drafts < self._num_drafts:
             choice = max_drafts, "" if max_drafts else scheduled.skip_reason
             self._choices.update(dict.fromkeys(output.num_real_drafts, choice))
-        # Reported faults concern the drafts that this step should have verified.
+        # Reported faults refer to the drafts that this step should have verified.
         self._failed.difference_update(output.num_real_drafts)
         self._failed.update(
             req_id
@@ -117,5 +118,5 @@ class DraftCounts:
 
 
 def _is_dropped(request: Request) -> bool:
-    """Whether vLLM discards the output of the request's in-flight step because the prefix cache was reset."""
+    """Whether vLLM discards the output of the request's step in flight because the prefix cache was reset."""
     return bool(request.drop_stale_output and request.num_stale_output_tokens > 0)

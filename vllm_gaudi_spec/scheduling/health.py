@@ -1,11 +1,11 @@
-"""Health checks that disable a faulty drafter. The scheduler decides, so all ranks receive the decision with a step.
+"""Health checks that disable a failing drafter. The scheduler makes the decision and sends it to all ranks with a step.
 
-Unusable drafts do not affect a request's output: the request decodes as if nothing had been drafted.
+Unusable drafts do not affect the output of a request, which decodes as if nothing had been drafted.
 
-- A drafting round without usable drafts counts against the drafter. Three in a row disable it until a restart.
-- A request is excluded from drafting if its drafts fail while those of other requests in the round succeed.
-- A request is also excluded if it fails in two consecutive rounds that have no other requests. On an otherwise idle
-  server, these failures say nothing about later requests.
+- A step in which no drafts are usable counts against the drafter. Three such steps in a row disable it until a restart.
+- A request is excluded from drafting if its drafts fail while those of other requests in the step succeed.
+- A request is also excluded if its drafts fail in two consecutive steps without other requests. On an otherwise idle
+  server, such failures provide no information about later requests.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ MAX_FAULTS_IN_A_ROW = 3
 
 
 class DrafterHealth:
-    """Counts faulty rounds, excludes requests from drafting, and disables the drafter."""
+    """Counts failures of the drafter, excludes requests from drafting, and disables the drafter."""
 
     def __init__(self) -> None:
         self.is_off = False
         self.num_faults = 0
         self._in_a_row = 0
         self._last_alone: str | None = None
-        """The request in the latest round, if that round was faulty and had no other requests."""
+        """The request that was drafted for most recently, if its drafts failed and there were no other requests."""
         self._restarted: dict[str, None] = {}
         self._excluded: dict[str, None] = {}
         self._num_reported = 0
 
     def observe(self, rounds: Iterable[DraftRound]) -> int:
-        """Record finished rounds and return how many of them were faulty."""
+        """Record the outcomes of drafting and return the number of failures among them."""
         before = self.num_faults
         for done in rounds:
             if not done.faulty:
@@ -61,7 +61,7 @@ class DrafterHealth:
         return self.num_faults - before
 
     def take_status(self) -> DrafterStatus | None:
-        """Return the changes for the workers since the last call, or None if there are none."""
+        """Return changes for the workers since the last call, or None if there are none."""
         if self._num_reported == self.num_faults:
             return None
         status = DrafterStatus(tuple(self._restarted), tuple(self._excluded), self.is_off, self.num_faults)

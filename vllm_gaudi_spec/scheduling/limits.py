@@ -1,8 +1,8 @@
-"""Per-request limits on the number of drafts, and reasons for having none, for the scheduler and the runner.
+"""Limits on the number of drafts for each request, and reasons for having none, for the scheduler and the runner.
 
 A request drafts fewer tokens, or none, as it approaches the maximum context length of the drafter or the model, or the
-end of the requested output. Because a limit depends only on the request's own length and parameters, every rank
-computes the same limit, and a long request does not affect others in the batch.
+end of its requested output. A limit depends only on the length and the parameters of the request itself, so every rank
+computes the same limit, and a long request does not affect other requests in the batch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class DraftLimits(NamedTuple):
-    """Limits from a request's parameters and the configuration, which are equal on all ranks and in the scheduler."""
+    """Limits from a request's parameters and the configuration, the same on all ranks and in the scheduler."""
 
     max_context: int
-    """Maximum combined length of context and drafts, imposed by the drafter or the model."""
+    """Maximum length of context and drafts combined, which the drafter or the model imposes."""
     end: int | None
-    """Length at which the next token is the request's last, or None without max_tokens."""
+    """Length after which the request samples only one more token, or None without max_tokens."""
     max_drafts: int
-    """Maximum number of drafts per step: the number that the request asked for, but at most k."""
+    """Maximum number of drafts per step: the number that the request asks for, but at most k."""
 
     @classmethod
     def from_params(cls, params: SamplingParams, num_prompt: int, *, num_drafts: int, max_context: int) -> DraftLimits:
@@ -43,7 +43,7 @@ class DraftLimits(NamedTuple):
 
 
 def get_requested_drafts(params: SamplingParams | None, num_drafts: int) -> int:
-    """Return the maximum number of drafts per step that a request asked for, but at most `num_drafts`."""
+    """Return the maximum number of drafts per step that a request asks for, but at most `num_drafts`."""
     requested: int = ((params and params.extra_args) or {}).get(REQUEST_OPTION, num_drafts)
     return min(requested, num_drafts)
 
@@ -57,14 +57,14 @@ def explain_no_drafts(
     skip_reason: str = "",
     has_failed: bool = False,
 ) -> str:
-    """Return the `NoDraftReason` for a request of `length` tokens, or `NOTHING` if no limit prevents drafts.
+    """Return the `NoDraftReason` for a request with `length` tokens, or `NOTHING` if no limit prevents drafts.
 
     Permanent reasons take precedence over temporary ones.
 
     Args:
-        reported: The reason reported by a worker.
+        reported: The reason that a worker has reported.
         is_excluded: Whether the request is excluded from drafting after faults.
-        skip_reason: Why the scheduler chose 0 drafts.
+        skip_reason: The reason why the scheduler chose 0 drafts.
         has_failed: Whether the request's latest drafts were unusable.
     """
     if reported:
@@ -90,25 +90,25 @@ class RowLimits:
         self._num_drafts = speculation.num_drafts
         self._max_len = speculation.longest(max_model_len)
         self._limits_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
-        """Maximum combined length of context and drafts, and maximum number of drafts, for each row."""
+        """Maximum length of context and drafts combined, and maximum number of drafts, for each row."""
 
     def admit(self, row: int, params: SamplingParams, num_prompt: int) -> None:
         limits = DraftLimits.from_params(params, num_prompt, num_drafts=self._num_drafts, max_context=self._max_len)
         self._set(row, limits.reach, limits.max_drafts)
 
     def exclude(self, row: int) -> None:
-        """Disable drafting for the row until another request is admitted to it."""
+        """Disable drafting in the row until another request is admitted to it."""
         self._set(row, int(self._limits_np[row, 0]), 0)
 
     def _set(self, row: int, reach: int, max_drafts: int) -> None:
         self._limits_np[row] = reach, max_drafts
 
     def compute_max_drafts(self, rows_np: np.ndarray, lengths_np: np.ndarray, limit: int | np.ndarray) -> np.ndarray:
-        """Return the number of drafts, at most `limit`, that rows of these lengths can use, int32 [B]."""
+        """Return the number of drafts, at most `limit`, that rows with these lengths can use, int32 [B]."""
         limits_B2, lengths_B = torch.from_numpy(self._limits_np[rows_np]), torch.from_numpy(lengths_np)
         return np.minimum(apply_limits(limits_B2, lengths_B).numpy(), limit).astype(np.int32)
 
 
 def apply_limits(limits_B2: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """Return the number of drafts that rows of these lengths can use, int32 [B]."""
+    """Return the number of drafts that rows with these lengths can use, int32 [B]."""
     return torch.minimum(limits_B2[:, 0] - lengths_B, limits_B2[:, 1]).clamp(min=0).int()

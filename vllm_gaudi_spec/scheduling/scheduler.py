@@ -1,4 +1,4 @@
-"""vLLM's schedulers, extended with adaptive verification, drafter health checks, audits, and the plugin's metrics.
+"""vLLM's schedulers, extended with adaptive verification, drafter health checks, audits, and this plugin's metrics.
 
 The platform always sets `scheduler_cls` to one of these classes.
 """
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RequestDrafts(RequestSpecDecodeMetrics):
-    """vLLM's per-request metrics, limited to steps that verified at least one of the request's drafts."""
+    """vLLM's per-request metrics, limited to steps in which at least one draft of the request was verified."""
 
     def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
         # vLLM calls this for every step with draft placeholders, all of which may be padding.
@@ -62,12 +62,12 @@ class RequestDrafts(RequestSpecDecodeMetrics):
 
 
 class _Speculating(Scheduler):
-    """Mixin that must precede one of vLLM's schedulers in a class's bases."""
+    """Mixin that must precede one of vLLM's schedulers in the list of base classes."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         caches_prefixes = vllm_config.cache_config.enable_prefix_caching
-        # If a model has no KV, its cached prefixes are found only by their snapshots. vLLM's KV cache manager asserts
-        # that there is KV to look up, so it is created without prefix caching.
+        # In a model without KV, only snapshots identify cached prefixes. vLLM's KV cache manager asserts that there is
+        # KV to look up, so it is created without prefix caching.
         vllm_config.cache_config.enable_prefix_caching = caches_prefixes and bool(kv_cache_config.kv_cache_groups)
         if vllm_config.kv_transfer_config is not None:
             upstream.recompute_resumed_requests()
@@ -92,16 +92,16 @@ class _Speculating(Scheduler):
             self._audits = Audits(options.audit_every, self.vllm_config, speculation, self.step_metrics)
         self._snapshots: Snapshots | None = None
         self._num_local: dict[str, int] = {}
-        """Maps a request being scheduled to the number of its tokens found in the prefix cache."""
+        """Maps each request that is being scheduled to the number of its tokens found in the prefix cache."""
         self._starts: dict[str, int] = {}
-        """Maps a request being scheduled to the number of tokens covered by its snapshot."""
+        """Maps each request that is being scheduled to the number of tokens covered by its snapshot."""
         if num_slots := num_snapshots(self.vllm_config, options.state_snapshots):
             self.keep_snapshots(num_slots)
         self._block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
         self._num_chosen = 0
-        """Number of drafts per row that was chosen in the latest step."""
+        """Number of drafts per row chosen in the latest step."""
         self._last: tuple[float, AdaptiveStep | None] = (0.0, None)
-        """When the latest step ended, and its `AdaptiveStep`."""
+        """The time at which the latest step ended, and its `AdaptiveStep`."""
 
     def keep_snapshots(self, num_slots: int) -> None:
         """Keep up to `num_slots` snapshots of recurrent states for the prefix cache."""
@@ -111,7 +111,7 @@ class _Speculating(Scheduler):
             hash_size=self.hash_block_size,
             drops_a_block=self.use_eagle_block_drop,
         )
-        self.need_mamba_block_aligned_split = True  # vLLM now calls `_mamba_block_aligned_split`
+        self.need_mamba_block_aligned_split = True  # makes vLLM call `_mamba_block_aligned_split`
 
     def add_request(self, request: Request) -> None:
         if self._audits is not None and request.client_index != AUDITOR:
@@ -153,7 +153,7 @@ class _Speculating(Scheduler):
     def _try_schedule_encoder_inputs(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int, *args: Any, **named: Any
     ) -> tuple[list[int], int, int, list[int], list[int]]:
-        # Even with --disable-chunked-mm-input, vLLM splits an image if a chunk begins with it.
+        # Even with --disable-chunked-mm-input, vLLM splits an image if a chunk begins with that image.
         if self.vllm_config.model_config.is_mm_prefix_lm:
             num_new_tokens = limit_to_whole_images(request.mm_features, num_computed_tokens, num_new_tokens)
         return super()._try_schedule_encoder_inputs(request, num_computed_tokens, num_new_tokens, *args, **named)
@@ -167,7 +167,7 @@ class _Speculating(Scheduler):
         groups = self.kv_cache_config.kv_cache_groups
         num_cut = self._snapshots.longest(request, num_found if groups else request.num_tokens - 1)
         if groups and num_cut < num_found:
-            # With a sliding window, the blocks before an earlier boundary may have been freed.
+            # With a sliding window, blocks before an earlier boundary may have been freed.
             if not all(_keeps_all_tokens(group.kv_cache_spec) for group in groups):
                 num_cut = 0
             blocks, boundary = self.kv_cache_manager.truncate_computed_blocks(blocks, num_cut), num_found
@@ -175,7 +175,7 @@ class _Speculating(Scheduler):
         return blocks, num_cut, boundary, diverged
 
     def _list_loaded_blocks(self, scheduled: SpecSchedulerOutput) -> list[int]:
-        """Return the blocks whose tokens the connector loads because the prefix cache did not have them."""
+        """Return the blocks whose tokens the connector loads because they are not in the prefix cache."""
         found: list[int] = []
         for req_id, num_local in self._num_local.items():
             end = self.requests[req_id].num_computed_tokens - scheduled.num_scheduled_tokens.get(req_id, 0)
@@ -191,16 +191,16 @@ class _Speculating(Scheduler):
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """Return how many tokens to compute in this step so that the prompt chunk ends where a snapshot is useful.
+        """Return the number of tokens to compute in this step so that the prompt chunk ends where a snapshot is useful.
 
-        vLLM's own implementation is for states that are stored in KV blocks.
+        vLLM's own implementation is for states stored in KV blocks.
         """
         assert self._snapshots is not None
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
         return self._snapshots.cut(request, start, num_new_tokens)
 
     def _copy_states(self, snapshots: Snapshots, scheduled: SpecSchedulerOutput) -> None:
-        """Tell the workers which snapshots to load before the step and which to save after it."""
+        """Tell workers which snapshots to load before the step and which to save after it."""
         for req_id in scheduled.num_scheduled_tokens:
             if num_tokens := self._starts.get(req_id):
                 request = self.requests[req_id]
@@ -211,7 +211,7 @@ class _Speculating(Scheduler):
             request = self.requests[req_id]
             if request.client_index == AUDITOR:
                 continue
-            end = request.num_computed_tokens  # already includes this step's tokens
+            end = request.num_computed_tokens  # already includes the tokens of this step
             if (slot := snapshots.keep(request, end - num_tokens, end)) is not None:
                 scheduled.state_saves[req_id] = slot
 
@@ -223,7 +223,7 @@ class _Speculating(Scheduler):
             self._draft_counts.exclude(scheduled.drafter_status.excluded)
 
     def _choose_num_drafts(self, scheduled: SpecSchedulerOutput, step_times: StepTimes, acceptance: Acceptance) -> None:
-        """Choose the number of drafts per row to make after the step."""
+        """Choose the number of tokens to draft per row after the step."""
         acceptance.forget(scheduled.finished_req_ids)
         before, self._num_chosen = self._num_chosen, 0
         sampling = self._sampling_requests(scheduled)
@@ -240,24 +240,24 @@ class _Speculating(Scheduler):
         )
 
     def _sampling_requests(self, scheduled: SchedulerOutput) -> list[str]:
-        """Return the requests that sample in this step. Only these requests can use drafts."""
+        """Return the requests that sample in this step, which are the only ones that can use drafts."""
         return [req_id for req_id in scheduled.num_scheduled_tokens if not self.requests[req_id].is_prefill_chunk]
 
     def _count_useful_drafts(self, request: Request) -> int:
-        """Return the maximum number of drafts after this step that the request wants and its length allows.
+        """Return the maximum number of drafts after this step that the request asks for and its length allows.
 
-        Two tokens are subtracted: the one that this step produces, and the one that the next step produces besides
-        accepted drafts. The bound ignores the tokens of a step that is still in flight.
+        Two tokens are subtracted: the one sampled in this step, and the one that the next step samples in addition to
+        accepted drafts. This limit ignores the tokens of a step that is still in flight.
         """
         requested = get_requested_drafts(request.sampling_params, self.num_spec_tokens)
         return max(0, min(requested, request.max_tokens - request.num_output_tokens - 2))
 
     def _limit_drafts(self, scheduled: SpecSchedulerOutput, max_drafts: int, reason: str) -> None:
-        """Limit the number of drafts per row after the step. If `max_drafts` is 0, `reason` says why."""
+        """Limit the number of drafts per row after the step. If `max_drafts` is 0, `reason` is the reason for it."""
         scheduled.num_spec_tokens_to_schedule, scheduled.skip_reason = max_drafts, reason
         for req_id in self._sampling_requests(scheduled):
-            # With async scheduling, a request already has placeholders for its next drafts in a list that requests
-            # share.
+            # With async scheduling, a request already has placeholders for its next drafts, in a list shared between
+            # requests.
             request = self.requests[req_id]
             request.spec_token_ids = request.spec_token_ids[:max_drafts]
 
@@ -285,8 +285,8 @@ class _Speculating(Scheduler):
         if self._draft_counts is not None and not scheduled.is_audit:
             self._draft_counts.observe(self.requests, scheduled, output)
         self._observe_rounds(output.draft_rounds)
-        # vLLM counts scheduled drafts. If the drafter proposed fewer, the rest are padding. With async scheduling, all
-        # of them are placeholders. These counts only correct vLLM's statistics: rejected positions are still freed.
+        # vLLM counts scheduled drafts. If the drafter proposed fewer, the rest are padding, and with async scheduling,
+        # all are placeholders. These numbers only correct vLLM's statistics: rejected positions are still freed.
         scheduled.num_invalid_spec_tokens = {
             req_id: len(tokens) - output.num_real_drafts.get(req_id, 0)
             for req_id, tokens in scheduled.scheduled_spec_decode_tokens.items()
@@ -311,13 +311,14 @@ class _Speculating(Scheduler):
             self.step_metrics.set(metrics.COVERAGE, share, vocabulary)
 
     def _measure(self, step_times: StepTimes, done: AdaptiveStep | None) -> bool:
-        """Measure the time since the previous step. Return whether both steps had the same shape."""
+        """Measure the time since the previous step. Returns whether both steps had the same shape."""
         now = time.perf_counter()
         (before, last), self._last = self._last, (now, done)
         if done is None or last is None or not done.only_decodes or done.num_verified != done.num_drafts:
             return False
-        # The previous step may have had prompts, because hardly any decode follows another one if requests are short.
-        # The measured time may then include that the drafter reads the prompts, which is a cost of drafting as well.
+        # The previous step may have included prompts, because with short requests, one decode rarely follows another.
+        # In that case, the measured time may include the time in which the drafter reads prompts, which is also a cost
+        # of drafting.
         if done == last._replace(only_decodes=True):
             step_times.observe(done.batch_size, done.num_verified, now - before)
         return done == last
@@ -325,7 +326,8 @@ class _Speculating(Scheduler):
     def _observe_acceptance(
         self, acceptance: Acceptance, num_chosen: int, output: SpeculativeOutput, *, steady: bool
     ) -> None:
-        """Record accepted drafts. `num_chosen` is the number of drafts per row chosen for the step to verify."""
+        """Record which drafts were accepted. `num_chosen` is the number of drafts per row that was chosen for
+        verification in the step."""
         if not num_chosen:
             acceptance.observe_idle(output.num_real_drafts)
         for req_id, num_drafts in output.num_real_drafts.items():
@@ -334,22 +336,23 @@ class _Speculating(Scheduler):
             if req_id not in self.requests or req_id in output.started or not tokens:
                 continue
             if num_drafts or (num_chosen and steady):
-                # After a pause, a drafter may need a few steps before it proposes drafts. After that, proposing nothing
-                # counts like a rejected draft.
+                # After a pause, a drafter may need a few steps before it proposes drafts again. Later, a step without
+                # proposed drafts counts like a rejected draft.
                 acceptance.observe(req_id, num_drafts, len(tokens) - 1)
 
     # --- idle steps ---
 
     def _is_idle(self) -> bool:
-        """Whether no client has any requests."""
+        """Whether there are no requests from clients."""
         return self._pause_state == PauseState.UNPAUSED and self.get_request_counts() == (0, 0)
 
     def shut_down(self) -> None:
-        """Drop audits, since an engine that shuts down should wait only for client requests."""
+        """Drop audits, because an engine that is shutting down should wait only for client requests."""
         self._drop_audits()
 
     def _take_audits(self, audits: Audits, ours: EngineCoreOutputs, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Process audit outputs, which no front end receives. Client 0's outputs include their statistics."""
+        """Process the outputs of audits, which are not sent to front ends. Their statistics are reported with the
+        outputs for client 0."""
         for output in ours.outputs:
             audits.observe(output)
         if ours.scheduler_stats is not None:
@@ -369,7 +372,7 @@ class _Speculating(Scheduler):
         return super()._free_request(request, delay_free_blocks)
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
-        if request_ids is None:  # the caller ends all requests and notifies their clients
+        if request_ids is None:  # the caller ends all requests and informs their clients
             self._drop_audits()
         return super().finish_requests(request_ids, finished_status)
 
@@ -383,14 +386,14 @@ class _Speculating(Scheduler):
         self._drop_audits()
         stays = bool(self.running) and not reset_running_requests
         if self._snapshots is not None and not self.kv_cache_config.kv_cache_groups and stays:
-            return False  # vLLM checks whether blocks are in use, but models without KV have none
+            return False  # vLLM checks whether blocks are in use, but models without KV have no blocks
         is_reset = super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
         if is_reset and self._snapshots is not None:
             self._snapshots.clear()
         return is_reset
 
     def get_request_counts(self) -> tuple[int, int]:
-        """Return the numbers of client requests, which are 0 while an audit runs."""
+        """Return the numbers of client requests, which are 0 while only an audit runs."""
         if self._audits is not None and self._audits.is_running:
             return 0, 0
         return super().get_request_counts()
@@ -419,7 +422,7 @@ class _Speculating(Scheduler):
         num_invalid_spec_tokens: dict[str, int] | None,
         request_id: str,
     ) -> SpecDecodingStats | None:
-        # Steps that verified none of a request's drafts would lower the mean acceptance length.
+        # Steps in which no draft of a request was verified would lower the mean acceptance length.
         if num_draft_tokens == (num_invalid_spec_tokens or {}).get(request_id, 0):
             return spec_decoding_stats
         return super().make_spec_decoding_stats(
@@ -436,7 +439,7 @@ class SpecAsyncScheduler(_Speculating, AsyncScheduler):
 
 
 def limit_to_whole_images(features: list[MultiModalFeatureSpec], num_computed: int, num_new: int) -> int:
-    """Return how many of a request's `num_new` tokens to compute so that no image is split.
+    """Return how many of a request's `num_new` tokens can be computed without splitting an image.
 
     The result is 0 if the chunk would begin with an image that does not fit. The request then waits for a later step.
     """
@@ -449,7 +452,7 @@ def limit_to_whole_images(features: list[MultiModalFeatureSpec], num_computed: i
 
 
 def _keeps_all_tokens(spec: KVCacheSpec) -> bool:
-    """Whether the layers keep the KV for all of a request's tokens."""
+    """Whether these layers keep the KV of all tokens of a request."""
     specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
     return all(isinstance(one, FullAttentionSpec) for one in specs)
 

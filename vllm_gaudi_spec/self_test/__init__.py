@@ -1,4 +1,4 @@
-"""The self-test: checks the engine's assumptions on the device itself before anything is served.
+"""The self-test, which checks the engine's assumptions on the device itself before anything is served.
 
-Reports list its graphs as `self_test_...`.
+In reports, the names of its graphs start with `self_test_`.
 """

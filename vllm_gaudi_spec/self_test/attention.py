@@ -1,7 +1,7 @@
-"""Checks attention over paged KV against float64 on the host. Also checks that writing padding's KV changes no row.
+"""Checks that compare attention over paged KV with float64 on the host, and checks of KV writes next to padding.
 
-Rows have different lengths and end before, at, and after block boundaries. Slots that no row wrote hold values so large
-that the result for any query that attends to them is clearly wrong.
+Rows have different lengths and end before, at, and after block boundaries. Slots that belong to no row contain such
+large values that a query that attends to them gets a clearly wrong result.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ if TYPE_CHECKING:
 
 _HEADS, _KV_HEADS, _HEAD_SIZE = 8, 2, 128
 _VERIFY_QUERIES = 4
-# The first lengths are around the one beyond which an NPU kernel skipped keys, although with other arguments (quirk
-# A01). The last one is near the end of a block table.
+# The first lengths are close to the one after which an NPU kernel skipped keys, although with other arguments (quirk
+# A01). The last length is near the end of a block table.
 _LONG = (511, 512, 513, 4095)
 _WINDOW = 300
-# A chunk with this many queries follows as many keys. With certain unpublished masks and lengths, a Gaudi 3's fused
-# attention corrupts all head groups except the first (quirk A31). Comparing every query would take too long.
+# A chunk of this many queries follows as many keys. With certain unpublished masks and lengths, fused attention on a
+# Gaudi 3 corrupts all head groups except the first (quirk A31). Comparing every query would take too long.
 _LONG_CHUNK = 1024
 _COMPARED_EACH = 61
-# One scale for all heads, or one per head. Since they are powers of two, e4m3 represents the checks' keys exactly.
+# A single scale for all heads, and one scale per head. The scales are powers of two, so that e4m3 represents the keys
+# in these checks exactly.
 _KV_SCALE = torch.tensor(0.25)
 _KV_SCALES_BY_HEAD = torch.tensor([[0.25], [0.5]])
 # The smallest positive e4m3 value.
 _SMALLEST = 2.0**-9
-# This value is finite in every dtype, and a float32 sum of 128 products of such values is finite too.
+# This value is finite in every dtype, and so is a float32 sum of 128 products of such values.
 _HUGE = 3e4
 # Tolerances for results of magnitude 1. Inputs are bit-identical, but kernels round scores, weights, and results.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -68,7 +69,7 @@ def check_prompts(subject: Subject) -> str:
     num_rows = min(2, max(subject.backend.traits.prefill_rows))
     for starts, real in (([block + 3, 5], [chunk - 5, 9]), ([0, 4 * block], [chunk, 1]), ([0, 0], [9, chunk])):
         _attend(subject, "prompt chunks", starts[:num_rows], real[:num_rows], chunk, decode=False)
-    # An NPU's compressed mask covers 2,048 queries and keys, regardless of the lengths.
+    # An NPU's compressed mask covers 2,048 queries and keys, regardless of the actual lengths.
     starts, real = [2048 + block - 1, _WINDOW][:num_rows], [chunk - 1, chunk][:num_rows]
     form = _attend(subject, "long prompt chunks", starts, real, chunk, decode=False)
     lengths = [start + count for start, count in zip(starts, real, strict=True)]
@@ -91,9 +92,9 @@ def check_verify(subject: Subject) -> str:
 
 
 def check_replays(subject: Subject) -> str:
-    """Check that replays of one graph match graphs captured separately for each step.
+    """Check that replays of a single graph give the same results as graphs captured separately for each step.
 
-    Rows gain blocks or restart between replays. On an NPU, graphs receive length bounds from the host.
+    Between replays, rows get more blocks or restart. On an NPU, the host sends length bounds to the graphs.
     """
     block = subject.backend.traits.block_size
     for queries in (1, _verify_queries(subject.backend)):
@@ -114,10 +115,10 @@ def check_replays(subject: Subject) -> str:
 
 
 def check_writes(subject: Subject) -> str:
-    """Write KV for real positions and padding together, then check each position separately.
+    """Write KV for real positions and padding together, and then check each position separately.
 
-    Each position's key is a unit vector that no other position in the row has, so a query for it returns exactly that
-    position's value. This works with any cache layout and detects wrong keys as well as wrong values.
+    The key of each position is a unit vector that no other position in the row has, so a query for it returns exactly
+    that position's value. This check works with any cache layout and detects wrong keys as well as wrong values.
     """
     layer = _Layer(subject, num_blocks=4, num_heads=_KV_HEADS)
     block, queries = layer.spec.block_size, _verify_queries(subject.backend)
@@ -129,8 +130,8 @@ def check_writes(subject: Subject) -> str:
     slots_RS = (torch.arange(1, 4) * block)[:, None] + torch.arange(length)
     layer.write(keys_RSKD.flatten(0, 1), values_RSKD.flatten(0, 1), slots_RS.flatten())
 
-    # One row is inside its block, one contains only padding and begins in a slot that the first row uses, and one ends
-    # with its block.
+    # One row ends inside a block, one contains only padding and begins in a slot of the first row, and one ends at the
+    # end of a block.
     starts, real = [5, 4 + queries, length - queries], [queries - 1, 0, queries]
     key, value = (torch.full((3, queries, _KV_HEADS, _HEAD_SIZE), _HUGE) for _ in range(2))
     for row, (start, count) in enumerate(zip(starts, real, strict=True)):
@@ -152,7 +153,7 @@ def check_writes(subject: Subject) -> str:
     subject.backend.graphs.graph(self_test_step)(*map(subject.backend.memory.upload, (*inputs, *kv)))
 
     found_RSKD = layer.attend(keys_RSKD.flatten(0, 1), [0] * 3, length, table).unflatten(0, (3, length))
-    wrong = (~((found_RSKD - values_RSKD).abs() <= 0.25)).flatten(2).any(-1).nonzero()  # true for NaN as well
+    wrong = (~((found_RSKD - values_RSKD).abs() <= 0.25)).flatten(2).any(-1).nonzero()  # also true for NaN
     if len(wrong):
         row, position = wrong[0].tolist()
         written = 0 <= position - starts[row] < real[row]
@@ -165,7 +166,7 @@ def check_writes(subject: Subject) -> str:
 
 
 def check_fp8_kv(subject: Subject) -> str:
-    """Check that each value is stored as the nearest e4m3 value, or as the largest one if it exceeds the range."""
+    """Check that each value is stored as the nearest e4m3 value, or as the maximum if it exceeds the range."""
     weights = subject.backend.weights
     if weights.fp8_arithmetic is None:
         raise NotChecked("this device keeps KV in the model's dtype")
@@ -220,7 +221,7 @@ class _Layer:
         fp8: tuple[Arithmetic, torch.Tensor] | None = None,
         window: int | None = None,
     ) -> None:
-        """Allocate a KV cache. `fp8` contains the arithmetic and the scale for FP8 KV."""
+        """Allocate a KV cache. `fp8` contains the arithmetic and the scale of FP8 KV."""
         backend = self.backend = subject.backend
         operations: Any = PLAIN
         if fp8 is not None:
@@ -261,7 +262,7 @@ class _Layer:
         self.forget_graphs()
 
     def forget_graphs(self) -> None:
-        """Use new graphs for attention from now on."""
+        """Capture new graphs for attention from now on."""
 
         def self_test_attend(
             starts_B: torch.Tensor,
@@ -289,7 +290,7 @@ class _Layer:
         self._attend = self.backend.graphs.graph(self_test_attend)
 
     def write(self, key_TKD: torch.Tensor, value_TKD: torch.Tensor, slots_T: torch.Tensor) -> None:
-        """Write KV to slots, which must all be different."""
+        """Write KV to slots, all of which must be different."""
 
         def self_test_write(key_TKD: torch.Tensor, value_TKD: torch.Tensor, slots_T: torch.Tensor) -> None:
             self.operations.write_kv(key_TKD, value_TKD, self.kv_cache, slots_T, self.spec)
@@ -310,8 +311,8 @@ class _Layer:
         """Return the result on the host as float64.
 
         Args:
-            counts: The number of real queries in each prompt chunk; the remaining queries are padding.
-            fresh_kv: The queries' keys and values, if all queries are at the start of a prompt.
+            counts: The number of real queries in each prompt chunk. The remaining queries are padding.
+            fresh_kv: Keys and values of the queries, if all queries are at the start of a prompt.
         """
         memory = self.backend.memory
         # For decodes, the host knows only upper bounds on the lengths.
@@ -339,7 +340,7 @@ def _attend(subject: Subject, what: str, starts: list[int], real: list[int], que
 
 
 def _attend_long(subject: Subject, what: str, queries: int) -> str:
-    """Check long rows that share prefix blocks, and long rows with a sliding window."""
+    """Check long rows that share the blocks of a prefix, and long rows with a sliding window."""
     starts, real = [length - queries for length in _LONG], [queries] * len(_LONG)
     rows = _Rows(subject, list(_LONG), queries, decode=True, shares_prefix=True, group=2)
     rows.check(f"{what} with a shared prefix", starts, real)
@@ -350,7 +351,7 @@ def _attend_long(subject: Subject, what: str, queries: int) -> str:
 
 
 class _Rows:
-    """Rows with given lengths, followed by a padding row. All slots outside the rows hold huge values."""
+    """Rows with given lengths, followed by a padding row. All slots outside these rows contain huge values."""
 
     def __init__(
         self,
@@ -363,10 +364,10 @@ class _Rows:
         window: int | None = None,
         group: int = 1,
     ) -> None:
-        """Allocate the rows and draw their KV.
+        """Allocate the rows and generate random KV for them.
 
         Args:
-            group: The number of blocks in each entry of a decode list.
+            group: The number of blocks in each entry of a flat block list.
         """
         traits = subject.backend.traits
         block = traits.block_size
@@ -383,7 +384,7 @@ class _Rows:
         self.layer = _Layer(subject, num_blocks, window=window)
         self._flat = None
         if decode and traits.flat_decode:
-            # The entries are unordered, with padding at the end.
+            # The entries are in random order, with padding at the end.
             entries = []
             for row, length in enumerate(lengths):
                 blocks = [*self._table_BW[row].tolist(), *[0] * (group - 1)]
@@ -408,7 +409,7 @@ class _Rows:
         return f"{'tables' if self._flat is None else 'lists'} of blocks"
 
     def hide(self, counts: list[int]) -> None:
-        """Also replace the first `counts` keys of each row with huge values."""
+        """Replace the first `counts` keys of each row with huge values as well."""
         for slots_L, count in zip(self._slots, counts, strict=True):
             hidden = slots_L[: max(count, 0)]
             self.keys_SKD[hidden], self.values_SKD[hidden] = self._huge_SKD[hidden], self._huge_values_SKD[hidden]
@@ -417,7 +418,7 @@ class _Rows:
         self.layer.write(keys_SKD, values_SKD, torch.arange(len(keys_SKD)))
 
     def attend(self, starts: list[int], real: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the queries and their results, including padding.
+        """Return the queries and their results, including those of padding.
 
         Args:
             real: The number of real queries in each prompt chunk.
@@ -437,7 +438,7 @@ class _Rows:
         """Check rows with `real` queries after `starts` tokens. Later slots in the rows get huge values.
 
         Args:
-            each: Compare every n-th query in a row.
+            each: Interval at which the queries of a row are compared.
         """
         keys_SKD, values_SKD = self.keys_SKD.clone(), self.values_SKD.clone()
         for slots_L, start, count in zip(self._slots, starts, real, strict=True):
@@ -466,7 +467,7 @@ def _exact(
     positions_Q: torch.Tensor,
     window: int | None,
 ) -> torch.Tensor:
-    """Return attention over a row's L keys as float64 [Q, H, D], causal and within the sliding window."""
+    """Return attention over the L keys of a row as float64 [Q, H, D], causal and within the sliding window."""
     group = _HEADS // _KV_HEADS
     keys_LHD, values_LHD = (tensor.double().repeat_interleave(group, 1) for tensor in (keys_LKD, values_LKD))
     scores = torch.einsum("qhd,lhd->hql", query_QHD.double(), keys_LHD) * _HEAD_SIZE**-0.5

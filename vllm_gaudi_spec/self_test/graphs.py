@@ -1,4 +1,4 @@
-"""Checks that captured graphs produce the same results as the uncaptured functions and are captured only once."""
+"""Checks that captured graphs return the same results as uncaptured functions, and that they are captured only once."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def check_captured(subject: Subject) -> str:
 
 
 def check_second_call(subject: Subject) -> str:
-    """Check, using the device's own count, that later calls to a graph compile nothing."""
+    """Check, with the device's own counter, that later calls to a graph compile nothing."""
     memory = subject.backend.memory
     counts = [_num_compiled(subject.backend)]
     captured = _captured(subject.backend)
     for seed in range(_STEPS):
-        # Sizes differ from those in the preceding check, which are already compiled.
+        # Use other sizes than the preceding check, for which graphs are already compiled.
         step = (tensor[1:] for tensor in _step(subject.backend, seed))
         _on_host(subject, captured(*map(memory.upload, step)))
         subject.backend.graphs.step_done()

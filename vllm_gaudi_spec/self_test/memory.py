@@ -1,4 +1,4 @@
-"""Checks copies between host and device, including during other device work, and the reported free memory."""
+"""Checks of copies between host and device, also during other work on the device, and of the reported free memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject, rando
 
 _DOWNLOADS = 10_000
 _MIN_DOWNLOADS = 50
-"""The minimum number of downloads on a slow device."""
+"""The minimum number of copies to the host on a slow device."""
 _IN_FLIGHT = 8
 _NUMBERS = 64
 _SIZE = 128 << 20
 """The size of an allocation in bytes."""
-# Allocators round up, and other work on the device changes the free memory slightly.
+# Allocators round sizes up, and other work on the device slightly changes the free memory.
 _LEAST, _MOST = 0.5, 2.0
-# The first allocations may reuse memory that torch holds, for example after self-tests for other dtypes.
+# The first allocations may reuse memory that torch has kept, for example after self-tests for other dtypes.
 _ATTEMPTS = 4
 
 
@@ -30,7 +30,7 @@ class _Started(NamedTuple):
 
 
 def check_downloads(subject: Subject) -> str:
-    """Check downloads of a counter that a graph overwrites at each step while earlier values are being copied."""
+    """Check copies of a counter that a graph overwrites at each step while earlier values are being copied."""
     memory, graphs = subject.backend.memory, subject.backend.graphs
     count = graphs.graph(self_test_count)
     counter = memory.upload(torch.zeros(_NUMBERS, dtype=torch.int32))
@@ -67,7 +67,7 @@ def self_test_count(counter: torch.Tensor) -> torch.Tensor:
 
 
 def check_copies(subject: Subject) -> str:
-    """Check that tensors of each dtype survive a copy to the device and back."""
+    """Check that tensors of each dtype do not change when they are copied to the device and back."""
     int32, float32 = torch.iinfo(torch.int32), torch.finfo(torch.float32)
     hosts = {
         "int32": torch.tensor([int32.min, int32.min + 1, -1, 0, 1, 255, 256, int32.max - 1, int32.max]).int(),
@@ -92,7 +92,7 @@ def check_copies(subject: Subject) -> str:
 
 
 def check_memory(subject: Subject) -> str:
-    """Check that an allocation reduces the reported free memory by its size."""
+    """Check that an allocation reduces the reported free memory by the size of the allocation."""
     backend = subject.backend
     before = backend.memory.free_bytes()
     if before is None:

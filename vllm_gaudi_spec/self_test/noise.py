@@ -1,4 +1,4 @@
-"""Checks the sampling noise: the bits must be the same on every device, and the logarithms must be accurate."""
+"""Checks of sampling noise: its bits must be the same on every device, and its logarithms must be accurate."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _SEEDS = (0, 1, -5, 2**63 - 1)
 _POSITIONS = (0, 77, 4095, 131_071)
 _VOCAB = 512
 _ULPS = 2.0
-"""The allowed error in a logarithm, in units of its last bit."""
+"""The maximum error of a logarithm, in units of its last bit."""
 
 
 def check_hash(subject: Subject) -> str:
-    """Check the hash in all of its uses, including every shift except the one in `exponential`."""
+    """Check the hash in all of its uses, with every shift except the one in `exponential`."""
     inputs = _hash_inputs()
     found, expected = subject.compute(self_test_hash, *inputs), self_test_hash(*inputs)
     names = "noise of tokens", "uniform noise", "keys of a block"
@@ -49,10 +49,10 @@ def self_test_hash(
 
 
 def check_noise(subject: Subject) -> str:
-    """Check noise against float64, especially the smallest variates, which decide the argmax in large vocabularies."""
+    """Check noise against float64, especially the smallest values, which determine the argmax in large vocabularies."""
     hashed = _hashes()
     keys_B2, positions_BQ, _, tokens_V = _hash_inputs()
-    # Gumbel noise is checked for the device's own bits, which `check_hash` verifies.
+    # Gumbel noise is checked with the device's own bits, which `check_hash` has verified.
     found, bits, gumbel = subject.compute(self_test_noise, hashed, keys_B2, positions_BQ, tokens_V)
     expected = _exponential(hashed)
     ulps = torch.nan_to_num((found.double() - expected).abs() / _last_bit(expected), nan=torch.inf)
@@ -64,7 +64,7 @@ def check_noise(subject: Subject) -> str:
             f"allowed), as of {int((ulps > _ULPS).sum() + ulps.isnan().sum())} of {len(ulps)} hashes"
         )
     exact = -_exponential(bits).log()
-    # A variate's relative error is an absolute error in its logarithm.
+    # The relative error of an exponential value is an absolute error in its logarithm.
     off = (gumbel.double() - exact).abs() / (_ULPS * (torch.finfo(torch.float32).eps + _last_bit(exact)))
     worst = int(off.argmax())
     if not off.flatten()[worst] <= 1:
@@ -76,7 +76,7 @@ def check_noise(subject: Subject) -> str:
 
 
 def _hashes() -> torch.Tensor:
-    """Return int32 hashes for the smallest and largest variates, around powers of two, and in between."""
+    """Return int32 hashes for the smallest and largest values, powers of two, and values in between."""
     powers = 2 ** torch.arange(32, dtype=torch.int64)
     edges = (powers[:, None] + torch.arange(-4, 5)).flatten().clamp_(0, 2**32 - 1)
     smallest, largest = torch.arange(2048), 2**32 - 1 - torch.arange(2048)
@@ -93,12 +93,12 @@ def self_test_noise(
 
 
 def _exponential(hashed: torch.Tensor) -> torch.Tensor:
-    """Return exponential variates as float64, from the same uniform float32 as `noise.exponential`."""
+    """Return exponential values as float64, computed from the same uniform float32 values as in `noise.exponential`."""
     unit = ((hashed >> 1) & (2**31 - 1)).float().add(0.5).mul(2.0**-31).clamp(max=1.0 - 2.0**-24)
     return -torch.log1p(-unit.double())
 
 
 def _last_bit(exact: torch.Tensor) -> torch.Tensor:
-    """Return the value of the last bit in a float32 near `exact`, as float64."""
+    """Return the value of the last bit of a float32 near `exact`, as float64."""
     near = exact.abs().float()
     return torch.nextafter(near, torch.tensor(torch.inf)).double() - near.double()

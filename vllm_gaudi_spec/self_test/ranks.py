@@ -1,4 +1,4 @@
-"""Checks collectives between a model's ranks in captured graphs. All ranks run the check together.
+"""Checks of collectives between the ranks of a model in captured graphs. All ranks run these checks together.
 
 The worker has already set up each group's connections (`group_check.py`).
 """
@@ -11,7 +11,7 @@ import torch
 
 from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject
 
-# Sizes are even because some releases support only even sizes for small dtypes.
+# The sizes are even, because some releases support only even sizes for small dtypes.
 _SHAPE = (4, 64)
 
 
@@ -42,5 +42,5 @@ def check_collectives(subject: Subject) -> str:
 
 
 def _rank_numbers(rank: int) -> torch.Tensor:
-    """Return float32 values that differ from the neighboring ranks'. Sums over 100 ranks are exact in bfloat16."""
+    """Return float32 values that differ from those of neighboring ranks. Sums over 100 ranks are exact in bfloat16."""
     return (torch.arange(_SHAPE[0] * _SHAPE[1]).view(_SHAPE) % 2 + rank % 2).float()

@@ -1,4 +1,4 @@
-"""Self-test results."""
+"""The results of the self-test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_gaudi_spec.environment import SELF_TEST
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
 
-# Features that may need a check, and that users can disable.
+# Features that may depend on a check and that users can disable.
 ASYNC_SCHEDULING = "async scheduling"
 SPECULATION = "speculation"
 KV_IN_FP8 = "KV in FP8"
@@ -18,7 +18,7 @@ KV_FROM_FREE_MEMORY = "a KV cache sized by free memory"
 
 
 class SelfTestError(RuntimeError):
-    """Raised for failed checks. The message is one line that states what was measured and what to disable."""
+    """Raised for failed checks. The message states in one line what was measured and what to disable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +28,9 @@ class CheckResult:
     detail: str
     """The measured values, or the reason why nothing was measured."""
     advice: str
-    """The features to disable if the check failed; empty otherwise."""
+    """The features to disable if the check failed, or empty if it did not fail."""
     needed_by: str
-    """The feature that needs the check, or empty if nothing can be served without it."""
+    """The feature that requires the check, or empty if nothing can be served without it."""
     seconds: float
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Result:
         return next(check for check in self.checks if check.name == name).status == PASSED
 
     def list_fatal(self, features: Collection[str]) -> tuple[CheckResult, ...]:
-        """Return the failed checks that an engine with these features needs."""
+        """Return the failed checks that an engine with these features requires."""
         return tuple(check for check in self.failed if not check.needed_by or check.needed_by in features)
 
     def refuse(self, features: Collection[str]) -> None:
@@ -68,7 +68,7 @@ class Result:
             )
 
     def summarize(self) -> str:
-        """Return a one-line summary for the log."""
+        """Return a summary for the log, in one line."""
         passed = f"{len(self._with_status(PASSED))} checks passed in {self.seconds:.1f} s"
         return "; ".join(
             [passed, *(f"{check.name} not checked: {check.detail}" for check in self._with_status(NOT_CHECKED))]

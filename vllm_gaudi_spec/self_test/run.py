@@ -1,4 +1,4 @@
-"""All checks, ordered so that each check relies only on those before it."""
+"""All checks, in an order in which each check relies only on earlier ones."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.upstream.distributed import GroupCoordinator
 
 _DOWNLOAD_SECONDS = 4.0
-"""The time limit for the download check, out of ten seconds allowed for the whole self-test."""
+"""The time limit for checking copies to the host, out of ten seconds for the whole self-test."""
 
 
 class Check(NamedTuple):
     name: str
     run: Callable[[Subject], str]
-    """Returns what was measured, or raises `Failed` or `NotChecked`."""
+    """Returns the measured values, or raises `Failed` or `NotChecked`."""
     advice: str
     """The remedy if the check fails."""
     needed_by: str = ""
-    """The same as in `CheckResult`."""
+    """See `CheckResult.needed_by`."""
 
 
 _NO_WORKAROUND = (
@@ -102,8 +102,8 @@ def self_test(
     Args:
         backend: The device to test.
         dtype: The model's dtype.
-        group: The ranks that share a model, which must all call this together; None for one rank.
-        seconds: The time limit for the download check. The other checks take little time.
+        group: The ranks that share a model, all of which must call this function together, or None for a single rank.
+        seconds: The time limit for checking copies to the host. The other checks take little time.
     """
     with torch.inference_mode():
         found = tuple(_run(check, backend, dtype, group, seconds) for check in CHECKS)
@@ -122,7 +122,7 @@ def _run(
         status, detail = FAILED, str(error)
     except NotChecked as error:
         status, detail = NOT_CHECKED, str(error)
-    except Exception as error:  # devices fail in many ways, and the remaining checks still matter
+    except Exception as error:  # devices may fail in any way, and the remaining checks are still useful
         status, detail = FAILED, f"{type(error).__name__}: {in_one_line(error)}"
     return CheckResult(
         name=check.name,
@@ -138,7 +138,7 @@ _results: dict[tuple[torch.dtype, int], Result] = {}
 
 
 def check_device_once(dtype: torch.dtype, group: GroupCoordinator | None) -> Result:
-    """Run the self-test once per process, dtype, and number of ranks, because a process has only one device."""
+    """Run the self-test once per process, dtype, and number of ranks, because each process has a single device."""
     key = dtype, 1 if group is None else group.world_size
     if key not in _results:
         _results[key] = self_test(load_backend(), dtype, group)

@@ -1,4 +1,4 @@
-"""The argument to a check, and the exceptions that end it."""
+"""The argument of each check, and the exceptions that end a check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Failed(Exception):
-    """Raised by a check that failed. The message is what was measured."""
+    """Raised by a check that failed. The message contains the measured values."""
 
 
 class NotChecked(Exception):
@@ -24,15 +24,15 @@ class NotChecked(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Subject:
-    """The device under test. Checks run only the backend's graphs, copies, and kernels on it."""
+    """The device under test. Checks use only the backend's graphs, copies, and kernels on it."""
 
     backend: DeviceBackend
     dtype: torch.dtype
     """The model's dtype."""
     group: GroupCoordinator | None
-    """The model's ranks, or None for one rank."""
+    """The ranks of the model, or None for a single rank."""
     seconds: float
-    """The time limit for the download check."""
+    """The time limit for checking copies to the host."""
     _started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -46,5 +46,5 @@ class Subject:
 
 
 def random(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return normally distributed values on the host, without using the process's random generator."""
+    """Return normally distributed values on the host, without using the random generator of the process."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

@@ -1,1 +1,1 @@
-"""Command-line tools around the engine, which imports none of them."""
+"""Command-line tools for the engine. The engine imports none of them."""

@@ -1,7 +1,7 @@
-"""`gaudi-spec chat`: a conversation with a running server that shows accepted drafts in color.
+"""`gaudi-spec chat`: a conversation with a running server, in which accepted drafts are shown in color.
 
-A server sends a step's tokens in one event: the accepted drafts, then the token that the target added. Therefore, all
-tokens in an event except the last were drafts. docs/reference/command_line.md lists the exceptions.
+A server sends all tokens of a step in one event: first the accepted drafts, and then the token that the target added.
+All tokens of an event except the last are therefore drafts. docs/reference/command_line.md lists the exceptions.
 """
 
 from __future__ import annotations
@@ -112,12 +112,12 @@ def read_messages() -> Iterator[str]:
 
 
 def read_counts(server: Server) -> tuple[int, float | None]:
-    """Return the maximum number of drafts per step and the server's accepted drafts, or 0 and None if unknown."""
+    """Return the maximum drafts per step and the server's number of accepted drafts, or 0 and None if unknown."""
     from vllm_gaudi_spec.tools.top import ACCEPTED, PER_POSITION, NotMetrics, Reading
 
     try:
         reading = Reading(server.read_metrics(), 0.0)
-    except (ServerError, NotMetrics):  # the server is not vLLM or is busy
+    except (ServerError, NotMetrics):  # the server is not a vLLM server, or it is busy
         return 0, None
     return len(reading.sum_by("position", PER_POSITION)), reading.sum(ACCEPTED)
 
@@ -131,12 +131,12 @@ class Answer:
     """A streamed answer, which is complete once all of its pieces have been read."""
 
     def __init__(self, k: int) -> None:
-        """`k` is the maximum number of drafts per step, or 0 if unknown."""
+        """`k` is the maximum number of drafts per step, or 0 if it is unknown."""
         self.k = k
         self.text = self.finish_reason = ""
         self.num_tokens = self.num_drafts = self.num_unknown = 0
         self.num_accepted: float | None = None
-        """Number of accepted drafts counted by the server, which includes other requests, or None if unknown."""
+        """Number of accepted drafts according to the server, which includes other requests, or None if unknown."""
 
     def read(self, events: Iterable[dict[str, Any]]) -> Iterator[Piece]:
         for event in events:
@@ -152,7 +152,7 @@ class Answer:
         self.text += text
         num_tokens = len(choice.get("token_ids") or ())
         self.num_tokens += num_tokens
-        # It is unknown which tokens are shown if reasoning ends within a step or if the step's text is held back.
+        # If reasoning ends inside a step, or if text is held back, it is not known which tokens are shown.
         is_divided = num_tokens > 1 and (reasoning or not text)
         if num_tokens > self.k + 1 or is_divided:
             self.num_unknown += num_tokens
@@ -187,14 +187,14 @@ class Conversation:
     def __init__(self, server: Server, k: int, options: dict[str, Any]) -> None:
         self._server, self._k = server, k
         self._options = options | {"stream": True}
-        if k:  # token IDs show which tokens are drafts, and token texts show where the drafts end
+        if k:  # token IDs determine which tokens are drafts, and token texts determine where the drafts end
             self._options |= {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
         self.messages: list[dict[str, str]] = []
 
     def ask(self, message: str, show: Callable[[Piece], None]) -> Answer:
-        """Send the message and show the answer. Both are added to the conversation unless the server refuses.
+        """Send the message and show the answer. Both join the conversation unless the server rejects it.
 
-        A KeyboardInterrupt stops the answer both here and on the server.
+        A KeyboardInterrupt stops the answer both in this process and on the server.
         """
         question = {"role": "user", "content": message}
         _, before = read_counts(self._server)
@@ -207,14 +207,14 @@ class Conversation:
             except KeyboardInterrupt:
                 answer.finish_reason = _INTERRUPTED
         _, after = read_counts(self._server)
-        if before is not None and after is not None and after >= before:  # less after a server restart
+        if before is not None and after is not None and after >= before:  # the count is lower after a server restart
             answer.num_accepted = after - before
         self.messages += [question, {"role": "assistant", "content": answer.text}]
         return answer
 
 
 class Screen:
-    """The printed conversation, in color on a terminal and as plain answers elsewhere."""
+    """Prints the conversation, in color on a terminal and as plain text elsewhere."""
 
     def __init__(self, file: TextIO) -> None:
         from rich.console import Console

@@ -21,7 +21,7 @@ Examples:
 
 {comparison.DESCRIPTION}"""
 FOLDER = Path(".demo")
-# The speedup is largest at concurrency 1, and using few prompts keeps the demo short.
+# The speedup is largest at concurrency 1, and a small number of prompts keeps the demo short.
 DEFAULTS: dict[str, Any] = {
     "task": [comparison.COMPARE],
     "osl": 64,
@@ -45,7 +45,7 @@ def add_to(commands: Any) -> None:
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Check the options before anything expensive is loaded, then start the engines."""
+    """Check the options before anything expensive is loaded, and then start the engines."""
     options.tasks = comparison.list_tasks(options)
     mistake = find_model_mistake(options.model, options.draft_model) or versions.explain_unusable_vllm()
     mistake = mistake or make_folder(options) or comparison.find_mistake(options)
@@ -56,14 +56,14 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         VLLM_LOGGING_STREAM="ext://sys.stderr",  # stdout is reserved for the table
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
-        # Preload OpenMP, since engines are forked from this process and would otherwise each have to load it.
+        # Preload OpenMP, because engines are forked from this process and each of them would otherwise have to load it.
         **({"LD_PRELOAD": str(OPENMP), "KMP_BLOCKTIME": "1"} if OPENMP.exists() else {}),
     )
     return run_module("vllm_gaudi_spec.tools.compare.run", variables, add_defaults(options, arguments[1:]))
 
 
 def make_folder(options: argparse.Namespace) -> str | None:
-    """Create the default folder and return a message if that fails. A user-specified folder must already exist."""
+    """Create the default folder, and return a message if that fails. A folder from the user must already exist."""
     if any(getattr(options, name) == DEFAULTS[name] for name in ("json", "report")):
         try:
             FOLDER.mkdir(exist_ok=True)
@@ -73,7 +73,7 @@ def make_folder(options: argparse.Namespace) -> str | None:
 
 
 def add_defaults(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
-    """Put the demo's defaults before the user's arguments."""
+    """Insert the demo's defaults before the user's arguments."""
     defaults = [] if options.prompts or options.num_prompts else ["--num-prompts", str(NUM_PROMPTS)]
     for name, value in DEFAULTS.items():
         if getattr(options, name) == value:

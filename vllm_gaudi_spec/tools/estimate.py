@@ -1,6 +1,6 @@
-"""`gaudi-spec estimate`: the estimated step times on a Gaudi, using constants that also predict published figures.
+"""`gaudi-spec estimate`: estimates step times on a Gaudi, with constants that also predict published figures.
 
-This project has measured none of these figures, since it has never run on a Gaudi.
+This project has measured none of these figures, because it has never run on a Gaudi.
 """
 
 from __future__ import annotations
@@ -78,22 +78,22 @@ LLAMA_8B = Model("Llama 3.1 8B", 7.5e9, 32, 32)
 LLAMA_70B = Model("Llama 3.1 70B", 69.5e9, 80, 64)
 
 BLOCK = 128
-# Bytes read and written per attention score if adjacent elementwise operations are fused but reductions are not.
+# Bytes read and written per attention score, if adjacent elementwise operations are fused and reductions are not.
 _FLOAT32_SCORES, _BFLOAT16_SCORES = 28, 12
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way in which decode attention can read KV."""
+    """A method with which decode attention reads KV."""
 
     name: str
     blocks: int | None
-    """Number of blocks in a matmul, or None to use `attention.flat.choose_group`."""
+    """Number of blocks per matmul, or None to use `attention.flat.choose_group`."""
     score_bytes: int
     flattens: bool = False
-    """Whether each query is a separate row, for which the KV is read again."""
+    """Whether each query is a separate row, so that its KV is read again."""
     copies: bool = True
-    """Whether blocks are gathered instead of being read in place."""
+    """Whether blocks are gathered rather than read in place."""
 
 
 OURS = Way("here", None, _BFLOAT16_SCORES)
@@ -104,7 +104,7 @@ WAYS = (BEFORE, OURS, FLATTENED, CONTIGUOUS)
 
 
 def estimate_forward(card: Card, model: Model, tokens: int, ranks: int, *, fp8: bool = False) -> float:
-    """Return the seconds for a forward pass without attention."""
+    """Return the seconds for a forward pass without its attention."""
     weights = model.parameters * (1 if fp8 else 2) / ranks / card.bandwidth
     operations = 2 * model.parameters * tokens / ranks / ((card.fp8 if fp8 else card.bf16) * MME_SHARE)
     # Logits are written, read in float32, and reduced.
@@ -114,7 +114,7 @@ def estimate_forward(card: Card, model: Model, tokens: int, ranks: int, *, fp8: 
 
 
 def estimate_attention(card: Card, model: Model, way: Way, rows: int, context: int, queries: int, ranks: int) -> float:
-    """Return the seconds for decode attention over paged KV in bfloat16, in all layers."""
+    """Return the seconds for decode attention over paged KV in bfloat16, summed over all layers."""
     from vllm_gaudi_spec.attention.flat import choose_group
 
     repeats = queries if way.flattens else 1
@@ -122,24 +122,24 @@ def estimate_attention(card: Card, model: Model, way: Way, rows: int, context: i
     group = way.blocks or choose_group(num_blocks, rows)
     entries = (num_blocks + rows * (group - 1)) // group * repeats
     keys, heads, size = group * BLOCK, model.kv_heads / ranks, model.head_size
-    # A gather reads and writes keys and values, and the matmuls then read them.
+    # A gather reads and writes keys and values, which the matmuls then read.
     kv_bytes = (3 if way.copies else 1) * 2 * entries * keys * heads * size * 2
     score_bytes = entries * keys * model.heads / ranks * (queries / repeats) * way.score_bytes
     vectors = score_bytes / min(card.bandwidth, card.tpcs * TPC_BYTES * card.clock)
-    # A core needs one cycle per element of the common dimension, for up to 256 columns.
+    # A core needs one cycle per element of the common dimension for up to 256 columns.
     cycles = entries * heads * (size * -(-keys // 256) + keys)
     return model.layers * (kv_bytes / card.bandwidth + vectors + cycles / card.mme_cores / card.clock)
 
 
 def estimate_step(card: Card, model: Model, way: Way, rows: int, context: int, drafts: int, ranks: int) -> float:
-    """Return the seconds for a decode step that verifies drafts, excluding the time for drafting."""
+    """Return the seconds for a decode step that verifies drafts, without the time for drafting."""
     attention = estimate_attention(card, model, way, rows, context, drafts + 1, ranks)
     return estimate_forward(card, model, rows * (drafts + 1), ranks) + attention
 
 
 @dataclass(frozen=True)
 class Published:
-    """Throughput with static batches, weights and KV in FP8 (intel.com, model-performance, Gaudi software 1.18)."""
+    """Throughput for static batches, with weights and KV in FP8 (intel.com, model-performance, Gaudi software 1.18)."""
 
     card: str
     model: Model
@@ -193,7 +193,7 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def list_steps(card: Card) -> list[dict[str, Any]]:
-    """Return a row for each model, batch, context, and number of drafts, with the milliseconds for each way."""
+    """Return a row for each model, batch size, context, and number of drafts, with the milliseconds for each method."""
     cells = product(((LLAMA_8B, 1), (LLAMA_70B, 8)), (1, 32, 128), (1024, 4096, 16384), (0, 3, 7))
     return [
         {"model": model.name, "ranks": ranks, "rows": rows, "context": context, "drafts": drafts}

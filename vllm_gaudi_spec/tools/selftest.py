@@ -50,7 +50,7 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if mistake := output.find_mistake("--json", options.json) or versions.explain_unusable_vllm():
         return output.fail("selftest", mistake)
     variables = {
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # vLLM logs to stdout by default, but stdout is for the table
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # vLLM logs to stdout by default, which is reserved for the table
         "VLLM_LOGGING_LEVEL": "INFO" if options.verbose else "WARNING",
     }
     return output.run_module(__name__, variables, arguments)
@@ -86,7 +86,7 @@ def check_device(dtype: str) -> Result:
     if not is_active():
         raise ValueError("vLLM runs on another platform plugin; set VLLM_PLUGINS to gaudi_spec, or set VGS_DEVICE")
     backend = load_backend()
-    # Do this as a worker does before it loads a model.
+    # Workers also do this before they load a model.
     current_platform.set_device(torch.device(backend.traits.torch_device.type, 0))
     current_platform.import_kernels()
     return self_test(backend, getattr(torch, dtype))

@@ -1,4 +1,4 @@
-"""Server requests for `chat` and `top`. Each failure is a one-line `ServerError` with a remedy."""
+"""Requests to a server, for `chat` and `top`. Every failure is a one-line `ServerError` with a remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-# A server that is busy with a large prompt responds late.
+# A server that is processing a large prompt responds late.
 _SECONDS = 10.0
 _SECONDS_OF_A_STREAM = 600.0
 
@@ -26,14 +26,14 @@ class ServerError(Exception):
 
 
 def make_printable(text: str) -> str:
-    """Replace control characters except newlines and tabs, since they could control the terminal."""
+    """Replace control characters except newlines and tabs, because they could control the terminal."""
     return "".join(
         "\N{REPLACEMENT CHARACTER}" if unicodedata.category(one) == "Cc" and one not in "\n\t" else one for one in text
     )
 
 
 def find_base(url: str) -> str:
-    """Return the server's root URL for any of its URLs, such as those of /v1 or /metrics."""
+    """Return the root URL of a server, given any of its URLs, such as those of /v1 or /metrics."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -53,7 +53,7 @@ class Server:
         self.base = find_base(url)
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ValueError("OPENAI_API_KEY has a character that is not allowed in a header")
-        # A proxy in the environment cannot reach this machine's own addresses.
+        # A proxy in the environment cannot reach addresses that are local to this machine.
         is_local = urlsplit(self.base).hostname in ("localhost", "127.0.0.1", "::1")
         self._client = httpx.Client(
             headers={} if key is None else {"Authorization": f"Bearer {key}"}, timeout=_SECONDS, trust_env=not is_local
@@ -74,7 +74,7 @@ class Server:
                 ) from None
 
     def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """Yield the events of a streamed answer as they arrive. Raise an error if the server sends one."""
+        """Yield the events of a streamed answer as they arrive. Raises an error if the server sends one."""
         with self._request("POST", path, json=body, timeout=_SECONDS_OF_A_STREAM) as response:
             for line in _split_lines(response.iter_bytes()):
                 if not line.startswith("data:"):
@@ -108,7 +108,7 @@ class Server:
 
 
 def _split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Split only at line feeds, since the text of an event may contain Unicode's other line separators."""
+    """Split only at line feeds, because the text of an event may contain Unicode's other line separators."""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -129,7 +129,7 @@ def _explain_refusal(response: httpx.Response) -> str:
 
 
 def _find_message(answer: Any) -> str:
-    """Return an error's message. vLLM nests the message in `error`, and its web framework calls it `detail`."""
+    """Return the message of an error, which vLLM nests in `error` and its web framework calls `detail`."""
     for name in ("error", "detail", "message"):
         if isinstance(answer, dict) and name in answer:
             answer = answer[name]

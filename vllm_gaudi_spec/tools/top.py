@@ -1,4 +1,4 @@
-"""`gaudi-spec top`: a running server's metrics on one screen."""
+"""`gaudi-spec top`: the metrics of a running server on one screen."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def read(server: Server) -> Reading:
-    """Read the metrics. Raise an error if the server does not run this plugin."""
+    """Read the metrics of a server. Raises an error if the server does not run this plugin."""
     reading = Reading(server.read_metrics(), time.monotonic())
     if reading.has(_STEPS):
         return reading
@@ -95,7 +95,7 @@ def name_columns(history: History) -> tuple[str, ...]:
 
 
 def show_live(history: History, server: Server, interval: float) -> None:
-    """Update the screen until Ctrl-C is pressed. If the server becomes unavailable, wait for it."""
+    """Update the screen until Ctrl-C is pressed. If the server is unavailable, wait for it."""
     from rich.console import Console
     from rich.live import Live
 
@@ -147,10 +147,10 @@ class NotMetrics(ValueError):
 
 
 class Reading:
-    """All samples read at one time, summed over engines."""
+    """All samples read at one time, summed over all engines."""
 
     def __init__(self, text: str, at: float) -> None:
-        """Parse the text. `at` is the time in seconds on a clock shared by all readings."""
+        """Parse the text of the metrics. `at` is the time in seconds on a clock shared by all readings."""
         from prometheus_client.parser import text_string_to_metric_families
 
         self.at = at
@@ -173,7 +173,7 @@ class Reading:
         return max((sample.value for sample in self._samples.get(name, ())), default=0.0)
 
     def sum_by(self, label: str, name: str) -> dict[str, float]:
-        """Return the sum for each value of a label, in the order of the text."""
+        """Return the sum for each value of a label, in the order in which the values occur."""
         found: dict[str, float] = {}
         for sample in self._samples.get(name, ()):
             if (value := sample.labels.get(label)) is not None:
@@ -182,7 +182,8 @@ class Reading:
 
 
 class Span(NamedTuple):
-    """Two readings between which increases are counted. If the first is missing, they are counted from server start."""
+    """Two readings, between which increases are counted. If there is no first reading, increases are counted from the
+    start of the server."""
 
     first: Reading | None
     last: Reading
@@ -204,7 +205,7 @@ class Span(NamedTuple):
 
 
 class History:
-    """The readings from the last few seconds."""
+    """The readings of the last few seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -212,15 +213,15 @@ class History:
 
     def add(self, reading: Reading) -> None:
         if self._readings and any(reading.sum(name) < self._readings[-1].sum(name) for name in (_STEPS, _GENERATED)):
-            self._readings.clear()  # the server was restarted
+            self._readings.clear()  # the server has been restarted
         self._readings.append(reading)
-        # Keep one reading that is older than the window, so that the rates cover the whole window.
+        # Keep one reading from before the window, so that rates cover the whole window.
         while len(self._readings) > 2 and reading.at - self._readings[1].at >= self._seconds:
             self._readings.popleft()
 
     @property
     def seconds(self) -> float:
-        """Seconds between the first and last readings, over which rates are computed."""
+        """Number of seconds between the first and last readings, over which rates are computed."""
         return self._readings[-1].at - self._readings[0].at
 
     def make_rows(self) -> Iterator[Row]:
@@ -268,7 +269,7 @@ def _make_rows(recent: Span, seconds: float) -> Iterator[Row]:
         return figure(title, compute, lambda value: _show(value and scale * value, pattern))
 
     def faults(title: str, name: str, growing: str) -> Row:
-        """Show a count, in style `growing` while it increases and in yellow afterwards."""
+        """Show a count in the style `growing` while it increases, and in yellow afterwards."""
         style = growing if recent.increase(name) else _WARNING if whole.increase(name) else ""
         return figure(title, lambda span: span.increase(name), "{:,.0f}".format, style)
 

@@ -1,8 +1,8 @@
 """All in-memory patches to vLLM and related libraries.
 
-Each patch's docstring gives its reason and the condition under which it can be removed. The tests in
-tests/unit/upstream/ fail when upstream changes what a patch depends on. Modules that are not imported here re-export
-vLLM's private names by topic.
+The docstring of each patch gives its reason and the condition under which it can be removed. The tests in
+tests/unit/upstream/ fail when upstream code that a patch depends on changes. Modules that are not imported here
+re-export vLLM's private names by topic.
 """
 
 from collections.abc import Iterable
@@ -15,6 +15,7 @@ from vllm_gaudi_spec.upstream.configuration import (
     describe_drafters,
     keep_layer_types_of_step_mtp,
     leave_async_scheduling_to_the_platform,
+    name_nearest_methods,
     raise_refusals_unchanged,
     read_inc_from_quant_config,
     read_positions_of_xlm_roberta,
@@ -71,7 +72,7 @@ from vllm_gaudi_spec.upstream.views import (
 
 
 def apply() -> None:
-    """Apply the patches that every vLLM process needs. Idempotent."""
+    """Apply the patches that every vLLM process needs. This function may be called repeatedly."""
     share_vllm_logging()
     quiet_our_scheduler()
     name_the_cause_of_a_failed_start()
@@ -91,6 +92,7 @@ def apply() -> None:
     admit_features_of_second_runner()
     mend_speculators_format()
     leave_async_scheduling_to_the_platform()
+    name_nearest_methods()
     read_inc_from_quant_config()
     read_positions_of_xlm_roberta()
     keep_layer_types_of_step_mtp()
@@ -113,7 +115,7 @@ _BY_ARCHITECTURE = {
 
 
 def apply_to_models(architectures: Iterable[str]) -> None:
-    """Import these models' classes and apply the patches for them. Idempotent."""
+    """Import the classes of these models and apply the patches for them. This function may be called repeatedly."""
     for name in architectures:
         for patch in _BY_ARCHITECTURE.get(name, ()):
             patch()

@@ -16,7 +16,7 @@ def return_attention_outputs(impl_class: type, attend_layer: Callable[..., torch
 
     Reason: vLLM's layer allocates the output, and the implementation writes to it through a view. HPU graphs do not
     support in-place writes through views (see the limitations in Intel's HPU Graphs documentation), so vllm-gaudi also
-    replaces this forward method. An output buffer would also be another input that each captured graph keeps in memory.
+    replaces this forward method. An output buffer would also be another input that captured graphs keep in memory.
     Remove when: upstream's layer uses the output that its implementation returns.
     """
     from vllm.model_executor.layers.attention.attention import Attention

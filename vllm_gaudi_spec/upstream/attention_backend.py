@@ -1,6 +1,6 @@
-"""The base classes of attention backends and the forward context in which layers find their metadata.
+"""The base classes of attention backends, and the forward context in which layers find their metadata.
 
-Breaks if vLLM changes the interface of backends, metadata builders, or implementations, or the arguments of
+This module breaks if vLLM changes the interface of backends, metadata builders, or implementations, or the arguments of
 `set_forward_context`.
 """
 

@@ -1,14 +1,15 @@
-"""Patches to vLLM's configuration: methods, acceptance rules, options, and trust in checkpoint code."""
+"""Patches to vLLM's configuration: methods, acceptance rules, options, and trust in the code of checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from vllm_gaudi_spec.config import IS_UNIVERSAL, LM_HEAD_QUANTIZATION, UNIVERSAL_DRAFT, UnsupportedConfigError
+from vllm_gaudi_spec.config import IS_UNIVERSAL, LM_HEAD_QUANTIZATION, UNIVERSAL_DRAFT, UnsupportedConfigError, shown
 from vllm_gaudi_spec.environment import QUANT_CONFIG, TRUST_DRAFT_CODE
 from vllm_gaudi_spec.methods import DRAFT_MODEL, EAGLE3, MEDUSA, METHODS, NGRAM_GPU, RULES, has_model
 from vllm_gaudi_spec.upstream.patching import do_nothing, patches, raise_unchanged, widen, wrap
@@ -16,39 +17,39 @@ from vllm_gaudi_spec.upstream.release import FROM_0_33
 
 
 def describe_drafters() -> None:
-    """Change how a speculative configuration describes its drafter. Each part can be removed separately.
+    """Change how a speculative configuration describes its drafter. Each part of this patch can be removed separately.
 
-    Treat method `universal_draft` as a draft model with `use_heterogeneous_vocab`, for every draft sample method and
-    for vocabularies of any size.
-    Reason: upstream has no such method, allows only greedy drafts if the vocabularies differ, and refuses models whose
-    output matrices are padded to different sizes. We compare the tokens themselves at start-up.
-    Remove when: upstream supports probabilistic drafts with different vocabularies and compares vocabularies, not
+    Treat the method `universal_draft` as a draft model with `use_heterogeneous_vocab`, for every draft sample method
+    and for vocabularies of any size.
+    Reason: upstream has no such method, allows only greedy drafts if vocabularies differ, and rejects models whose
+    output matrices are padded to different sizes. This plugin compares the tokens themselves at start-up.
+    Remove when: upstream supports probabilistic drafts with different vocabularies and compares tokens rather than
     sizes.
 
     Apply `--trust-remote-code` only to the target's folder, and load a drafter with the same name at the target's
     revision.
-    Reason: upstream also applies the flag to the drafter, so trusting one folder runs code from two. It does not pass
-    the trusted revision to the drafter.
+    Reason: upstream also applies the flag to the drafter, so that trusting one folder runs code from two. It does not
+    pass the trusted revision to the drafter.
     Remove when: a speculative configuration has a separate option for trusting the drafter's code.
 
     Read the method and the number of drafts from a checkpoint in the speculators format unless the user sets them.
-    Reason: upstream reads them only if the checkpoint is served on its own. In a speculative configuration, it guesses
-    the method from the folder name and does not read the number of drafts.
-    Remove when: upstream reads them in both cases.
+    Reason: upstream reads them only if the checkpoint is served on its own. In a speculative configuration, upstream
+    guesses the method from the folder name and does not read the number of drafts.
+    Remove when: upstream reads both for any drafter.
 
-    Describe this plugin's methods that have no model as n-gram drafting, which has none either.
-    Reason: upstream refuses every method that it does not know.
+    Describe methods of this plugin that have no model as n-gram drafting, which has no model either.
+    Reason: upstream rejects every method that it does not have.
     Remove when: upstream lets a platform add methods.
 
-    Refuse Medusa with a one-line error on vLLM 0.33 and later.
-    Reason: upstream removed the model's class and configuration and would otherwise only list the supported methods.
-    Remove when: vLLM 0.32 is no longer supported. Also remove `drafting/medusa.py` and the method's table entry then.
+    Reject Medusa with a one-line error on vLLM 0.33 and later.
+    Reason: upstream removed the model's class and configuration, and its error would only list the supported methods.
+    Remove when: vLLM 0.32 is no longer supported. Then also remove `drafting/medusa.py` and its table entry.
 
-    Include the model's name in the error for a model that has no layers for the method.
-    Reason: upstream reports "Unsupported speculative method" for a method that it supports, such as mtp.
+    Include the name of the model in the error for a model that has no layers for the method.
+    Reason: upstream reports "Unsupported speculative method" for methods that it does support, such as mtp.
     Remove when: upstream's error includes the model's name.
 
-    If a LoRA adapter is given as a drafter, refuse it with an error that names its method, UNO.
+    If the drafter is a LoRA adapter, reject it with an error that names the method of such adapters, UNO.
     Reason: upstream reports only that the folder has no configuration.
     Remove when: upstream has the method (vllm#55947).
     """
@@ -103,7 +104,7 @@ def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
     else:
         result = _describe_untrusted(partial(_describe_with_target, original), config)
     if config.use_heterogeneous_vocab and config.method == DRAFT_MODEL:
-        # Upstream would refuse its own flag in later checks, so it is replaced by ours, which `config.py` reads.
+        # Upstream would reject its own flag in later checks, so it is replaced with ours, which `config.py` reads.
         config.use_heterogeneous_vocab = False
         setattr(config, IS_UNIVERSAL, True)
     setattr(config, LM_HEAD_QUANTIZATION, config.draft_lm_head_quantization)
@@ -115,10 +116,10 @@ def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
 
 
 def _share_positions(config: Any) -> None:
-    """Give layers from the target's checkpoint the target's maximum number of positions.
+    """Give layers from the target's checkpoint the maximum number of positions that the target has.
 
-    vLLM reads their configuration again without --hf-overrides, so drafting would stop at the checkpoint's original
-    maximum length (vllm#52873).
+    vLLM reads the configuration of these layers again without --hf-overrides, so drafting would stop at the
+    checkpoint's original maximum length (vllm#52873).
     """
     target, drafter = config.target_model_config, config.draft_model_config
     for name in ("max_position_embeddings", "rope_parameters"):
@@ -129,13 +130,13 @@ def _share_positions(config: Any) -> None:
 
 
 def _read_speculators_format(config: Any) -> None:
-    """Fill in settings from the checkpoint that the user did not specify."""
+    """Read settings that the user has not specified from the checkpoint."""
     from transformers import PretrainedConfig
     from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
 
     try:
         in_file, _ = PretrainedConfig.get_config_dict(config.model, revision=config.revision)
-    except (OSError, ValueError):  # upstream's error names the model
+    except (OSError, ValueError):  # upstream's error message names the model
         return
     if "speculators_config" not in in_file:
         return
@@ -150,12 +151,12 @@ def _describe_new_lookup(original: Callable[..., Any], config: Any) -> Any:
     config.method, config.model = NGRAM_GPU, config.model or method
     result = original(config)
     config.method = method
-    config.prompt_lookup_min, config.prompt_lookup_max = lookup  # vLLM set defaults for n-grams
+    config.prompt_lookup_min, config.prompt_lookup_max = lookup  # vLLM has set the defaults of n-gram drafting
     return result
 
 
 def _is_in_targets_folder(config: Any) -> bool:
-    """Whether the drafter's layers are in the target's checkpoint, like MTP layers."""
+    """Whether the drafter's layers are in the target's checkpoint, as for MTP."""
     target = config.target_model_config
     return config.model is None or config.model in (target.model, target.model_weights)
 
@@ -168,7 +169,7 @@ def _has_targets_code(config: Any) -> bool:
 
 def _describe_untrusted(original: Callable[..., Any], config: Any) -> Any:
     target = config.target_model_config
-    target.trust_remote_code = False  # upstream passes this on to the drafter
+    target.trust_remote_code = False  # upstream passes this flag on to the drafter
     try:
         return original(config)
     except (RuntimeError, ValueError) as error:
@@ -182,14 +183,14 @@ def _describe_untrusted(original: Callable[..., Any], config: Any) -> Any:
         target.trust_remote_code = True
 
 
-# Maps fields of vLLM's `SpeculativeConfig` to values accepted in addition to upstream's.
+# Maps fields of vLLM's `SpeculativeConfig` to values that are accepted in addition to upstream's.
 _MORE_VALUES = {
     "rejection_sample_method": (*(name for name, rule in RULES.items() if not rule.in_vllm), "probabilistic"),
     "draft_sample_method": ("coupled",),
     "method": (
         *(name for name, method in METHODS.items() if not method.in_vllm),
         UNIVERSAL_DRAFT,
-        *([MEDUSA] if FROM_0_33 else []),  # so that it can be refused with a one-line error
+        *([MEDUSA] if FROM_0_33 else []),  # so that it can be rejected with a one-line error
     ),
 }
 
@@ -197,12 +198,12 @@ _MORE_VALUES = {
 def widen_speculative_options() -> None:
     """Allow this plugin's acceptance rules, draft sample methods, and methods in a speculative configuration.
 
-    Reason: upstream's fields accept only fixed lists of values. The fields stay restricted, so that a typo is still
-    refused with a list of the valid values.
+    Reason: upstream's fields accept only fixed lists of values. The fields remain restricted, so that a typo is still
+    rejected with a list of the valid values.
     Remove when: upstream supports these values or lets a platform add them.
 
-    Add `draft_lm_head_quantization` to vLLM 0.32. `describe_drafters` hides its value from upstream.
-    Reason: vLLM 0.33 supports it for heads in its second runner and refuses it for other drafters.
+    Add `draft_lm_head_quantization` to vLLM 0.32. `describe_drafters` hides the value of this option from upstream.
+    Reason: vLLM 0.33 supports the option for heads in its second runner and rejects it for other drafters.
     Remove when: upstream leaves these checks to the platform.
     """
     from vllm.config import SpeculativeConfig
@@ -214,15 +215,34 @@ def widen_speculative_options() -> None:
     widen(SpeculativeConfig, _MORE_VALUES)
 
 
+@patches("vllm.engine.arg_utils:EngineArgs.create_speculative_config")
+def name_nearest_methods(original: Callable[..., Any], args: Any, *more: Any, **named: Any) -> Any:
+    """Name the methods that are nearest to a mistyped one.
+
+    Reason: upstream's error lists every name that it accepts, including one per model type for MTP.
+    Remove when: upstream's error suggests a method.
+    """
+    from vllm.config import SpeculativeConfig
+
+    method = (args.speculative_config or {}).get("method")
+    if isinstance(method, str) and (nearest := get_close_matches(method.lower(), (*METHODS, UNIVERSAL_DRAFT))):
+        if method not in get_args(get_args(SpeculativeConfig.__dataclass_fields__["method"].type)[0]):
+            raise UnsupportedConfigError(
+                f"Speculative method {shown(method)} does not exist; "
+                f"set method in --speculative-config to {' or '.join(nearest)}."
+            )
+    return original(args, *more, **named)
+
+
 @patches("vllm.engine.arg_utils:EngineArgs.create_engine_config")
 def read_inc_from_quant_config(original: Callable[..., Any], args: Any, *more: Any, **named: Any) -> Any:
     """Allow `--quantization inc` with only QUANT_CONFIG set.
 
-    Reason: vllm-gaudi needs both. vLLM looks for another file in the checkpoint and fails if it is missing.
+    Reason: vllm-gaudi requires both. vLLM looks for another file in the checkpoint and fails if this file is missing.
     Remove when: upstream's `inc` reads QUANT_CONFIG.
     """
     if args.quantization == "inc" and QUANT_CONFIG.value is not None:
-        from vllm.logger import init_logger  # upstream is also imported with other vLLM releases
+        from vllm.logger import init_logger  # this module is also imported with other vLLM releases
 
         init_logger(__name__).info("--quantization inc: QUANT_CONFIG alone decides.")
         args.quantization = None
@@ -233,8 +253,8 @@ def read_inc_from_quant_config(original: Callable[..., Any], args: Any, *more: A
 def admit_min_p_and_logit_bias(original: Callable[..., None], *args: Any, **named: Any) -> None:
     """Accept min_p and logit_bias in requests when speculation is enabled.
 
-    Reason: upstream's front end refuses them because one of its samplers ignores them at draft positions. Our sampler
-    applies both at every position.
+    Reason: upstream's front end rejects these parameters because one of its samplers ignores them at draft positions.
+    Our sampler applies both of them at every position.
     Remove when: `SamplingParams._validate_spec_decode` accepts them.
     """
 
@@ -250,11 +270,11 @@ _ONLY_IN_SECOND_RUNNER = {
 def admit_features_of_second_runner() -> None:
     """Accept block drafters and adaptive verification in the configuration.
 
-    Reason: upstream has two runners, treats a platform's own runner as the first, and refuses these features for it. It
-    also refuses adaptive verification without its CUDA graphs or with LoRA because its GPU kernels truncate the
-    batches; our runner does not truncate them. Since 0.33, it drops the schedule of drafts by batch size for some
-    methods in its first runner and lowers the target's maximum length to the drafter's in its second; our runner keeps
-    both.
+    Reason: upstream has two runners, treats a platform's own runner as the first one, and rejects these features for
+    it. It also rejects adaptive verification without its CUDA graphs or with LoRA, because its GPU kernels truncate
+    batches; our runner does not truncate them. Since 0.33, upstream's first runner drops the schedule of drafts by
+    batch size for some methods, and its second runner lowers the target's maximum length to the drafter's; our runner
+    keeps both.
     Remove when: upstream leaves these checks to the platform.
     """
     from vllm.config import VllmConfig
@@ -272,10 +292,10 @@ def admit_features_of_second_runner() -> None:
 
 @patches("vllm.config.speculative:has_arctic_inference")
 def admit_suffix_without_arctic(original: Callable[[], bool]) -> bool:
-    """Accept method `suffix` even if arctic-inference is not installed.
+    """Accept the method `suffix` even if arctic-inference is not installed.
 
-    Reason: upstream uses the suffix tree from that package and refuses the method without it. This plugin has its own
-    suffix tree.
+    Reason: upstream uses the suffix tree in that package and rejects the method without the package. This plugin has
+    its own suffix tree.
     Remove when: upstream imports the package only where it is used.
     """
     return True
@@ -285,7 +305,7 @@ def admit_suffix_without_arctic(original: Callable[[], bool]) -> bool:
 def read_positions_of_xlm_roberta(original: Callable[..., None], model_config: Any) -> None:
     """Treat an `XLMRobertaModel` without `position_embedding_type` in its configuration as having absolute positions.
 
-    Reason: transformers 5 supports only absolute positions and does not write the field. Upstream reads the field to
+    Reason: transformers 5 supports only absolute positions and does not write this field. Upstream reads the field to
     detect Jina's rotary variant and raises AttributeError if it is missing.
     Remove when: `JinaRobertaModelConfig` accepts a configuration without the field.
     """
@@ -296,11 +316,11 @@ def read_positions_of_xlm_roberta(original: Callable[..., None], model_config: A
 
 @patches(*([] if FROM_0_33 else ["vllm.transformers_utils.configs.step3p5:Step3p5Config.__init__"]))
 def keep_layer_types_of_step_mtp(original: Callable[..., None], config: Any, *args: Any, **named: Any) -> None:
-    """Keep the attention types of Step 3.5's MTP layers, which follow the target's in the checkpoint's list.
+    """Keep the attention types of Step 3.5's MTP layers, which follow those of the target in the checkpoint's list.
 
     Reason: upstream truncates the list to the target's layers and then raises IndexError when it looks up the MTP
     layers (vllm-project/vllm#40000).
-    Remove when: vLLM 0.32 is no longer supported. 0.33 reads the list with the transformers class, which keeps them.
+    Remove when: vLLM 0.32 is no longer supported, because 0.33 uses the transformers class, which keeps them.
     """
     original(config, *args, **named)
     if named.get("layer_types"):
@@ -308,24 +328,24 @@ def keep_layer_types_of_step_mtp(original: Callable[..., None], config: Any, *ar
 
 
 def leave_async_scheduling_to_the_platform() -> None:
-    """Skip vLLM's async scheduling check for every method. `platforms/base.py` decides later.
+    """Skip vLLM's async scheduling check for every method. `platforms/base.py` makes the decision later.
 
-    Reason: vLLM refuses `--async-scheduling`, or leaves it off, for methods that its own runner cannot schedule
-    asynchronously. Our runner supports it with Medusa. With drafters that run on the host, it runs steps one after
-    another and logs this.
+    Reason: vLLM rejects `--async-scheduling`, or leaves it off, for methods that its own runner cannot schedule
+    asynchronously. Our runner also supports it with Medusa. With drafters that run on the host, our runner runs steps
+    synchronously and logs this.
     Remove when: upstream asks the platform which methods support async scheduling and falls back for other methods.
     """
     from vllm.config import vllm as upstream
 
-    # This is one of the lists that this check reads, and it is not used elsewhere.
+    # This list is one of those that the check reads, and it is used nowhere else.
     upstream.NgramGPUTypes = Literal[tuple(METHODS)]
 
 
 def raise_refusals_unchanged() -> None:
-    """Let refusals, which are one-line ValueErrors, pass through vLLM's configuration classes unchanged.
+    """Let our one-line ValueErrors pass through vLLM's configuration classes unchanged.
 
     Reason: pydantic catches every ValueError raised in a `__post_init__` and raises a ValidationError instead. The text
-    of that error has several lines and ends with a link, and callers cannot catch the refusal.
+    of that error has several lines and ends with a link, and callers cannot catch the original error.
     Remove when: vLLM's configurations are not pydantic dataclasses, or pydantic can pass an error through unchanged.
     """
     from pydantic.dataclasses import is_pydantic_dataclass

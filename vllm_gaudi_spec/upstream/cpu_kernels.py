@@ -1,6 +1,6 @@
 """vLLM's CPU kernels and the functions that choose between them.
 
-Breaks if a kernel takes different arguments. `tests/conformance` runs each kernel.
+This module breaks if the arguments of a kernel change. `tests/conformance` runs each kernel.
 """
 
 import torch
@@ -18,7 +18,7 @@ def choose_instruction_set(dtype: torch.dtype, block_size: int, head_size: int) 
 
 
 def has_expert_kernels() -> bool:
-    """Whether there are kernels for any expert format. While loading a model, vLLM determines which format it needs."""
+    """Whether kernels exist for at least one expert format. vLLM determines the format while loading a model."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     kernels = [value for name, value in vars(cpu_moe).items() if "CPUExperts" in name]

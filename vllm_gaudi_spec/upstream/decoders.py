@@ -1,6 +1,6 @@
 """Decoder layers for which the CUDA backend has its own kernels.
 
-Breaks if the forward method of one of these layers computes something different.
+This module breaks if the forward method of one of these layers computes something different.
 """
 
 from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP

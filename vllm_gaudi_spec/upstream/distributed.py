@@ -1,6 +1,6 @@
 """Groups of ranks and their device communicators.
 
-Breaks if the arguments for initializing a group change, or if a group uses a different collective of its communicator.
+This module breaks if the arguments for initializing a group change, or if a group uses another collective.
 """
 
 from typing import Any
@@ -23,12 +23,12 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
 groups = parallel_state._groups
-"""Weak references to all groups in the process, by name."""
+"""Weak references to all groups in this process, by name."""
 
 
 def make_all_to_all(cpu_group: torch.distributed.ProcessGroup) -> Any:
     """Return the communicator that exchanges tokens between experts by all-gather and reduce-scatter."""
-    # Importing the class searches for the libraries of all other communicators.
+    # Importing this class searches for the libraries of all other communicators.
     from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
 
     return AgRsAll2AllManager(cpu_group)

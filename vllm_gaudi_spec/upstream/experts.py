@@ -12,8 +12,8 @@ from vllm_gaudi_spec.upstream.patching import patches
 def score_cpu_experts_by_sigmoid(original: Callable[..., None], router: Any, *args: Any, **named: Any) -> None:
     """Make vLLM's CPU router score experts by sigmoid for models without expert groups.
 
-    Reason: upstream supports this only with groups and raises AssertionError in MiniMax M2's first forward pass. Using
-    a single group is equivalent.
+    Reason: upstream supports sigmoid only with groups and raises AssertionError in MiniMax M2's first forward pass.
+    Using a single group is equivalent.
     Remove when: `CPURouter` supports sigmoid without groups.
     """
     original(router, *args, **named)
@@ -28,12 +28,12 @@ def assign_cpu_experts(
     """Make vLLM's CPU kernel for mixtures of experts skip experts that belong to other ranks.
 
     Reason: with `--enable-expert-parallel`, a rank has the weights of only some experts, but tokens are also routed to
-    other experts. Upstream's kernel does not receive the rank's expert map and reads past the end of the rank's
+    other experts. Upstream's kernel does not receive the expert map of the rank and reads past the end of the rank's
     weights.
     Remove when: `CPUUnquantizedExperts.apply` uses `expert_map`.
     """
     if expert_map is not None:
         local_ids = expert_map[topk_ids]
-        # The kernel has no index for "none", so another rank's expert is replaced by our first one with weight 0.
+        # The kernel has no index for "none", so other ranks' experts become this rank's first one with weight 0.
         topk_weights, topk_ids = topk_weights.where(local_ids >= 0, 0.0), local_ids.clamp(min=0)
     return original(experts, topk_ids=topk_ids, topk_weights=topk_weights, expert_map=None, **others)

@@ -1,6 +1,6 @@
 """FlashAttention, which is included in vLLM's CUDA wheel.
 
-Reason: its kernels are the fastest ones for long prompts, and they read paged KV.
+Reason: its kernels are the fastest for long prompts, and they support paged KV.
 Remove when: PyTorch has kernels for sequences of different lengths with paged KV.
 Test: `tests/unit/devices/test_cuda_prompts.py`.
 """
@@ -20,7 +20,7 @@ logger = init_logger(__name__)
 def find_flash_attention() -> Callable[..., torch.Tensor] | None:
     """Return vLLM's `flash_attn_varlen_func`, or None if vLLM has no FlashAttention 3 for this GPU.
 
-    FlashAttention 2 starts a kernel instance for each potential sequence, and most of these would be empty.
+    FlashAttention 2 starts a kernel instance for each potential sequence, and most of these would have no work.
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return None

@@ -1,6 +1,6 @@
 """KV cache specifications, the grouping of layers by specification, and the base class of layers with a KV cache.
 
-Breaks if a specification gets a new field, or if the rule for grouping layers changes.
+This module breaks if a specification gets a new field, or if the rule for grouping layers changes.
 """
 
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase

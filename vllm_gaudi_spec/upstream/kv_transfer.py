@@ -1,6 +1,6 @@
-"""vLLM's KV connectors and the wrapper that vLLM's second model runner puts around a step.
+"""vLLM's KV connectors, and the context manager with which vLLM's second model runner surrounds a step.
 
-Breaks if a connector is called at another point in a step or looks for its layers elsewhere.
+This module breaks if connectors are called at another point in a step or look for their layers elsewhere.
 """
 
 from vllm.distributed.kv_transfer import (

@@ -1,7 +1,7 @@
 """Layers of vLLM's models, and the methods and parameters of linear layers.
 
-Breaks if the constructor or forward method of a layer that we subclass or replace changes, if the interface of a method
-changes, or if a parameter is loaded differently.
+This module breaks if the constructor or forward method of a layer that we subclass or replace changes, if the interface
+of a method changes, or if a parameter is loaded differently.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Model loading and the accelerator calls around it."""
+"""Model loading, and calls to torch.accelerator before and after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_gaudi_spec.config import UnsupportedConfigError, explain_pickled_weigh
 from vllm_gaudi_spec.upstream.patching import do_nothing, patches, replaced, wrap
 
 # Maps functions of torch.accelerator to functions of the device's own module, such as torch.hpu. On any platform, vLLM
-# calls them after loading, to measure memory, and at shutdown. None means a no-op.
+# calls these functions after loading, to measure memory, and at shutdown. None means a no-op.
 _ACCELERATOR_CALLS = {
     "empty_cache": None,
     "empty_host_cache": None,
@@ -22,17 +22,17 @@ _ACCELERATOR_CALLS = {
 
 
 def answer_accelerator_calls(device_type: str) -> None:
-    """Forward vLLM's calls to `torch.accelerator` to the device's own module, or ignore them on a CPU.
+    """Forward vLLM's calls of `torch.accelerator` to the device's own module, or ignore them on a CPU.
 
     Reason: torch's functions need an allocator that the Gaudi bridge and older torch_npu releases do not have
-    ("Allocator for hpu is not a DeviceAllocator"), although torch treats the device as its accelerator. They also raise
-    errors on a CPU, and vLLM guards only some of the calls. Therefore, the platform decides, not
+    ("Allocator for hpu is not a DeviceAllocator"), although torch treats the device as its accelerator. These functions
+    also raise errors on a CPU, and vLLM guards only some of the calls. For this reason, the platform decides, and not
     `torch.accelerator.is_available()`.
     Remove when: upstream always calls the platform instead of torch.accelerator.
     """
     import torch
 
-    if device_type == "cuda" or (device_type == "cpu" and torch.accelerator.is_available()):  # torch handles them
+    if device_type == "cuda" or (device_type == "cpu" and torch.accelerator.is_available()):  # torch supports these
         return
     for name, own_name in _ACCELERATOR_CALLS.items():
         if device_type == "cpu" and name == "get_memory_info":
@@ -43,7 +43,7 @@ def answer_accelerator_calls(device_type: str) -> None:
 
 
 def _memory_of_host(*args: Any, **named: Any) -> tuple[int, int]:
-    """Return the host's free and total bytes, from which Gemma 4 derives how many images it encodes at once."""
+    """Return the host's free and total bytes, from which Gemma 4 derives how many images to encode at once."""
     from vllm.utils.cpu_resource_utils import get_memory_node_info
 
     found = get_memory_node_info()
@@ -54,18 +54,18 @@ def _asking(device_type: str, own_name: str) -> Callable[..., Any]:
     def ask_the_device(*args: Any, **named: Any) -> Any:
         import torch
 
-        # The module is looked up when the function is called, since it is registered later.
+        # The module is looked up at each call, because it is registered later.
         return getattr(torch.get_device_module(device_type), own_name)(*args, **named)
 
     return ask_the_device
 
 
 def device_type_while_loading(device_type: str | None) -> AbstractContextManager[None]:
-    """Within the context, make models see `device_type` as the platform's device type. None keeps the platform's own.
+    """Within the context, make models use `device_type` as the platform's device type. None keeps the platform's own.
 
     Reason: the constructors of some models (DeepSeek, MiniCPM) create tensors on `current_platform.device_type`,
-    regardless of the device on which they are loaded. A Gaudi loads weights on the host, because each copy to part of a
-    model on the device would run a separate small graph, and mixing devices in an operator fails (quirk S16).
+    regardless of the device on which the models are loaded. On a Gaudi, weights are loaded on the host, because on the
+    device each copy to part of a model would run a small graph, and operators cannot mix devices (quirk S16).
     Remove when: no upstream model does this.
     """
     from vllm.platforms import current_platform
@@ -79,9 +79,9 @@ def refuse_pickled_weights(
 ) -> Any:
     """Make vLLM's loader read only safetensors.
 
-    Reason: if a folder has none, the loader falls back to pickles (*.bin, *.pt), and reading a pickle runs code from
-    the file. torch restricts what such code can do, but not running it is safer.
-    Remove when: upstream refuses pickles or has an option to do so.
+    Reason: if a folder has no safetensors files, the loader falls back to pickles (*.bin, *.pt), and reading a pickle
+    runs code from the file. torch restricts what this code can do, but not running it is safer.
+    Remove when: upstream rejects pickles or has an option to do so.
     """
     found = original(loader, model_name_or_path, *more, **named)
     _, files, are_safetensors, _ = found
@@ -95,8 +95,8 @@ def list_unloaded_matrices(unloaded: list[tuple[str, Any]]) -> AbstractContextMa
 
     Matrices of integers or FP8 values are not listed.
     Reason: upstream checks only classes whose `load_weights` returns the names of the loaded weights. For most heads,
-    it returns nothing, and a head whose checkpoint uses different names would draft from uninitialized memory.
-    Remove when: `load_weights` returns the names for all head classes.
+    it returns nothing, and a head whose checkpoint uses other names would draft from uninitialized memory.
+    Remove when: `load_weights` returns these names for all head classes.
     """
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -106,7 +106,7 @@ def list_unloaded_matrices(unloaded: list[tuple[str, Any]]) -> AbstractContextMa
         for name, parameter in model.named_parameters():
             is_float = parameter.is_floating_point() and parameter.element_size() > 1  # FP8 has no test for NaN
             if parameter.dim() > 1 and is_float and not parameter.is_meta:
-                # Check one value in each row, since vLLM merges several matrices into one.
+                # Check one value in each row, because vLLM merges several matrices into one.
                 yield name, parameter.data[..., 0]
 
     def load_weights(loader: Any, model: Any, model_config: Any) -> None:
@@ -121,7 +121,7 @@ def list_unloaded_matrices(unloaded: list[tuple[str, Any]]) -> AbstractContextMa
 
 
 def read_weights(read: Callable[..., Any]) -> None:
-    """Make vLLM's loader pass a model `read(tensors, model_config, model)` instead of the tensors from its files.
+    """Make vLLM's loader pass `read(tensors, model_config, model)` to a model instead of the tensors from its files.
 
     Reason: a quantized checkpoint is dequantized while it is read. A custom loader would require --load-format, which
     is reserved for the user.
@@ -136,11 +136,11 @@ def read_weights(read: Callable[..., Any]) -> None:
 
 
 def choose_cpu_linears(choose: Callable[..., None]) -> None:
-    """Make `choose(original, layer, remove_weight)` select the kernel for each linear layer on a CPU.
+    """Make `choose(original, layer, remove_weight)` select the kernel of each linear layer on a CPU.
 
-    Reason: vLLM packs each weight for oneDNN at load time and drops the original, so the weight cannot be converted
-    later, and vLLM has no option for another kernel.
-    Remove when: `dispatch_cpu_unquantized_gemm` takes the kernel as an option.
+    Reason: vLLM packs each weight for oneDNN at load time and drops the original, so that the weight cannot be
+    converted later, and vLLM has no option for another kernel.
+    Remove when: `dispatch_cpu_unquantized_gemm` has an option for the kernel.
     """
     from vllm.model_executor.layers import utils
 
@@ -150,8 +150,8 @@ def choose_cpu_linears(choose: Callable[..., None]) -> None:
 def take_kimi_linear_of_plain_layers() -> None:
     """Make vLLM load the Kimi Linear class that it uses on ROCm.
 
-    Reason: vLLM has two classes. The one for every platform except ROCm and TPU uses CUDA streams and an attention
-    layer based on CUDA kernels. The one for ROCm consists of layers that a platform can replace.
+    Reason: vLLM has two classes. The class for all platforms except ROCm and TPU uses CUDA streams and an attention
+    layer based on CUDA kernels. The class for ROCm consists of layers that a platform can replace.
     Remove when: the class that upstream uses for out-of-tree platforms has `MLAAttention`.
     """
     from vllm.models import kimi_k3
@@ -171,11 +171,11 @@ def construct_olmo_hybrid_without_triton(original: Callable[..., None], *args: A
 
 @patches("vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn:_make_fused_conv1d_weight_loader")
 def load_convolutions_of_olmo_hybrid(original: Callable[..., Any], *sizes: Any, **named: Any) -> Callable[..., None]:
-    """Tell OLMo Hybrid's weight loader which of a layer's three convolutions a weight belongs to.
+    """Tell OLMo Hybrid's weight loader to which of a layer's three convolutions a weight belongs.
 
-    Reason: upstream stores this on the tensor, where its linear layers look for it. The loader for a convolution's
-    parameter instead expects an argument, which it does not receive, and raises TypeError.
-    Remove when: `AutoWeightsLoader` passes the argument, or the parameter's loader reads it from the tensor.
+    Reason: upstream stores this information on the tensor, where its linear layers look for it. The loader for the
+    parameter of a convolution instead expects an argument, which it does not get, and raises TypeError.
+    Remove when: `AutoWeightsLoader` passes the argument, or the loader of the parameter reads it from the tensor.
     """
     load = original(*sizes, **named)
 

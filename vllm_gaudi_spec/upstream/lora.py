@@ -1,6 +1,6 @@
-"""Layers with adapters, and managers that load and activate adapters.
+"""Layers with adapters, and the managers that load and activate adapters.
 
-Breaks if the managers store adapters differently. `lora/` subclasses both managers.
+This module breaks if the managers store adapters differently. `lora/` contains subclasses of both managers.
 """
 
 from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA

@@ -1,4 +1,4 @@
-"""User-facing messages: log lines and the last line of an error."""
+"""Messages for users: log lines, and the last line of an error."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from vllm_gaudi_spec.upstream.patching import patches, wrap
 def share_vllm_logging() -> None:
     """Log through vLLM's handlers, at vLLM's log level.
 
-    Reason: vLLM's handlers apply only to loggers below `vllm`.
-    Remove when: upstream configures the loggers of its plugins as well.
+    Reason: vLLM's handlers apply only to loggers whose names begin with `vllm`.
+    Remove when: upstream also configures the loggers of its plugins.
     """
     ours, theirs = logging.getLogger("vllm_gaudi_spec"), logging.getLogger("vllm")
     ours.handlers, ours.propagate = theirs.handlers, False
@@ -27,11 +27,11 @@ def share_vllm_logging() -> None:
 
 
 def quiet_our_scheduler() -> None:
-    """Suppress vLLM's warning about a custom scheduler class if it is this platform's class.
+    """Suppress vLLM's warning about a custom scheduler class if the class is this platform's.
 
     Reason: for every scheduler class outside vLLM, vLLM warns that async scheduling may be off, but our schedulers
-    support it. The warning still appears for a class that the user specifies.
-    Remove when: upstream accepts a platform's scheduler class without a warning.
+    support it. vLLM still warns about a class that the user specifies.
+    Remove when: upstream accepts the scheduler class of a platform without a warning.
     """
     logging.getLogger("vllm.config.scheduler").addFilter(_is_not_of_our_scheduler)
 
@@ -47,12 +47,12 @@ _TWO_PLATFORMS = "Only one platform plugin can be activated"
 def end_errors_with_their_message(
     original: Callable[..., None], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print an uncaught error's message on one line after its traceback, with a remedy if there are two platform
+    """Print the message of an uncaught error in one line after the traceback, with a remedy if there are two platform
     plugins.
 
-    If vLLM cannot run in this installation, print no traceback.
+    If vLLM cannot run with this installation, print no traceback.
     Reason: pydantic ends its error messages with a link, and vLLM's message about two plugins suggests no remedy.
-    Remove when: upstream's command line reports user mistakes without a traceback.
+    Remove when: upstream's command line reports mistakes of the user without a traceback.
     """
     if not issubclass(kind, UnusableInstallationError):
         original(kind, error, trace)
@@ -65,11 +65,11 @@ def end_errors_with_their_message(
 
 _FAILED = "failed to start."
 _failure_file: Any = None
-"""The file stays open until the next engine starts or this process ends, and is then deleted."""
+"""The file remains open until the next engine starts or this process ends, and is then deleted."""
 
 
 def name_the_cause_of_a_failed_start() -> None:
-    """If an engine fails to start, make the front end raise the error from the engine or its worker.
+    """If an engine fails to start, make the front end raise the error of the engine or its worker.
 
     Reason: that error appears only in another process's log, and the front end's own error is "See root cause above".
     Remove when: the error from `wait_for_engine_startup` contains the engine's error.
@@ -92,9 +92,9 @@ def _start_with_a_failure_file(original: Callable[..., None], manager: Any, *arg
 def _note_failure(record: logging.LogRecord) -> bool:
     path = start_failure_file()
     if record.exc_info and record.exc_info[1] and _FAILED in record.getMessage() and path:
-        # If there is no room for the file, the log still contains the error.
+        # If there is no space for the file, the log still contains the error.
         with suppress(OSError):
-            # A worker writes first; its engine then reports only that a worker failed.
+            # A worker writes the file first, and its engine then only reports that a worker failed.
             if not path.stat().st_size:
                 path.write_text(in_one_line(record.exc_info[1]), encoding="utf-8")
     return True

@@ -15,15 +15,15 @@ _FIELD = metrics.STATS_FIELD
 def carry_metrics() -> None:
     """Add the metrics in `metrics.py` to vLLM's, with and without speculation.
 
-    Reason: vLLM's scheduler sends a fixed record to the front end, whose loggers show only that record. This patch adds
-    one field, which our schedulers fill; vLLM's own metrics are unchanged.
+    Reason: vLLM's scheduler sends a fixed record to the front end, and loggers use only that record. This patch adds a
+    field, which our schedulers set; vLLM's own metrics do not change.
     Remove when: upstream lets a platform send additional metrics.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
     from vllm.v1.metrics.stats import SchedulerStats
 
     if _FIELD not in SchedulerStats.__dataclass_fields__:
-        # Undo the dataclass decorator's changes so that it can run again.
+        # Undo the changes of the dataclass decorator, so that it can run again.
         for field in dataclasses.fields(SchedulerStats):
             setattr(SchedulerStats, field.name, field)
         for made in ("__init__", "__repr__", "__eq__"):
@@ -37,9 +37,9 @@ def carry_metrics() -> None:
 
 @patches("vllm.v1.engine.llm_engine:get_metrics_snapshot")
 def list_metrics_of_ours(original: Callable[[], list[Any]]) -> list[Any]:
-    """Make `LLM.get_metrics()` list this plugin's series too.
+    """Make `LLM.get_metrics()` also list this plugin's series.
 
-    Reason: it selects names that begin with `vllm:`, which is vLLM's own namespace.
+    Reason: upstream selects only names in its own namespace, `vllm:`.
     Remove when: upstream lists the series that platforms add.
     """
     from prometheus_client import REGISTRY
@@ -81,7 +81,7 @@ def _add_metrics(
 
 
 def _forget_those_of_another_engine() -> None:
-    """Remove the series of a previous engine in this process, as vLLM's logger does with its own series."""
+    """Remove the series of an earlier engine in this process, as vLLM's logger does with its own series."""
     from prometheus_client import REGISTRY
 
     for collector in list(REGISTRY._collector_to_names):

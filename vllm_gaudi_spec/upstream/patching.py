@@ -1,4 +1,4 @@
-"""Tools for patching third-party code, used by upstream/ and integrations/."""
+"""Functions for patching third-party code, used by upstream/ and integrations/."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OURS = "_wrapped_by_gaudi_spec"
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace `owner.name` with a function that calls `wrapper(original, ...)`. Idempotent."""
+    """Replace `owner.name` with a function that calls `wrapper(original, ...)`. It may be called repeatedly."""
     original = getattr(owner, name)
     if hasattr(original, _OURS):
         return
@@ -26,7 +26,7 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def patches(*targets: str) -> Callable[[Callable[..., Any]], Callable[[], None]]:
-    """Return a decorator that turns a wrapper into a patch: a function that wraps each target in it.
+    """Return a decorator that turns a wrapper into a patch, which is a function that wraps each target in the wrapper.
 
     Args:
         targets: Functions or methods, as `module:function` or `module:Class.method`. Calling the patch imports them.
@@ -48,7 +48,6 @@ def patches(*targets: str) -> Callable[[Callable[..., Any]], Callable[[], None]]
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within the context, replace `owner.name` with `value`."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -58,7 +57,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def do_nothing(*args: object, **kwargs: object) -> None:
-    """Do nothing, as a replacement for a function."""
+    """Do nothing (the replacement for a function)."""
 
 
 def raise_unchanged(kind: type[ValueError], config_class: Any) -> None:
@@ -89,7 +88,7 @@ def widen(config_class: Any, more_values: Mapping[str, tuple[str, ...]]) -> None
     fields, changed = config_class.__dataclass_fields__, False
     for name, more in more_values.items():
         values = get_args(fields[name].type)
-        accepted = get_args(values[0]) or values  # an optional field is a union of its values and None
+        accepted = get_args(values[0]) or values  # the type of an optional field is the union of its values and None
         if not set(more) <= set(accepted):
             wider: Any = Literal[(*accepted, *more)]
             fields[name].type = wider if accepted is values else wider | None

@@ -1,8 +1,8 @@
-"""vLLM's CPU platform, which ours subclasses, and helper functions used by platforms.
+"""vLLM's CPU platform, which ours subclasses, and helper functions for platforms.
 
 This module is imported while vLLM itself is only partly imported, so it uses only modules that do not import a
-platform. Breaks if upstream changes the hooks that `devices/cpu/platform.py` overrides, or moves a helper, as often
-happens in `vllm.utils`.
+platform. It breaks if upstream changes the hooks that `devices/cpu/platform.py` overrides, or moves a helper function,
+as often happens in `vllm.utils`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The base class and the registry of quantization configurations.
 
-This module is imported with general plugins, before a process may import layers. Breaks if vLLM changes the interface
-of quantization configurations.
+This module is imported with general plugins, before a process may import layers. It breaks if vLLM changes the
+interface of quantization configurations.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 
 def make_kv_cache_method(config: QuantizationConfig, *, has_scales_by_head: bool) -> Any:
-    """Return the method that loads an attention layer's KV scales."""
+    """Return the method that loads the KV scales of an attention layer."""
     if not has_scales_by_head:
         from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 

@@ -1,4 +1,4 @@
-"""Context managers that change which ranks a model's layers and the executors use."""
+"""Context managers that change which ranks a model's layers use and which workers an executor starts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from vllm_gaudi_spec.upstream.patching import replaced
 def tensor_parallel_group(group: Any) -> AbstractContextManager[None]:
     """Within the context, make `group` the tensor-parallel group that layers use.
 
-    Reason: with `draft_tensor_parallel_size` 1, each target rank runs the whole drafter, but vLLM's layers read a
-    single group per process from a module variable.
+    Reason: with `draft_tensor_parallel_size` 1, each target rank runs the whole drafter, but vLLM's layers get a single
+    group per process from a module variable.
     Remove when: layers take their group as an argument.
     """
     from vllm.distributed import parallel_state
@@ -21,10 +21,10 @@ def tensor_parallel_group(group: Any) -> AbstractContextManager[None]:
 
 
 def ray_workers(worker_class: type) -> AbstractContextManager[None]:
-    """Within the context, make vLLM's Ray executor start workers of `worker_class`.
+    """Within the context, make vLLM's Ray executor start workers of the class `worker_class`.
 
-    Reason: vLLM's worker requests a rank's devices using Ray's name for that type of device. A CPU has no such name.
-    Remove when: upstream's executor supports CPU ranks, or takes its worker class as an option.
+    Reason: vLLM's worker requests a rank's devices under Ray's name for their type. A CPU has no such name.
+    Remove when: upstream's executor supports CPU ranks or takes its worker class as an option.
     """
     from vllm.v1.executor import ray_executor_v2
 

@@ -1,6 +1,6 @@
-"""vLLM's Ray executor and its worker process.
+"""vLLM's Ray executor and its worker processes.
 
-Breaks if the executor chooses its workers' devices differently.
+This module breaks if the executor chooses the devices of its workers differently.
 """
 
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc

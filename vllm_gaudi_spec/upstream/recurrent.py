@@ -1,7 +1,7 @@
-"""Layers with recurrent state.
+"""vLLM's layers with a recurrent state.
 
-Breaks if a layer's parameters or forward method change. Importing these layers takes a second, so only models that have
-such layers import this module.
+This module breaks if the parameters or the forward method of a layer change. Importing these layers takes a second, so
+this module is imported only for models that have such layers.
 """
 
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention

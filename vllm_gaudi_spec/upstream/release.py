@@ -1,7 +1,7 @@
-"""Detection of which supported vLLM release is installed.
+"""Detection of the installed vLLM release.
 
-Only this folder uses it. Each switch can be removed when support for the older release ends. Importing this module does
-not import vLLM.
+Only modules in this folder use these flags. A flag can be removed when support for the older release ends. Importing
+this module does not import vLLM.
 """
 
 import re
@@ -12,7 +12,7 @@ from vllm_gaudi_spec.versions import installed_vllm
 
 
 def _is_from(minor: str, file: str) -> bool:
-    """Whether vLLM is version `minor` or newer. A source folder without a version counts as newer if it has `file`."""
+    """Whether the vLLM release is `minor` or newer. A source folder without a version is newer if it has `file`."""
     if found := re.match(r"(\d+)\.(\d+)", installed_vllm() or ""):
         return tuple(map(int, found.groups())) >= tuple(map(int, minor.split(".")))
     spec = find_spec("vllm")
@@ -23,7 +23,7 @@ FROM_0_33 = _is_from("0.33", "v1/core/kv_cache_planning.py")
 
 
 def uses_older_ray_executor() -> bool:
-    """Whether vLLM's older Ray executor is selected. vLLM 0.33 no longer has it."""
+    """Whether vLLM's older Ray executor, which vLLM 0.33 no longer has, is selected."""
     from vllm import envs
 
     return not FROM_0_33 and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND

@@ -1,6 +1,6 @@
-"""vLLM's and user-installed logits processors, and the inputs of poolers.
+"""Logits processors from vLLM and from installed packages, and the inputs of poolers.
 
-Breaks if the batch is described to processors differently, or if a pooler needs other metadata.
+This module breaks if batches are described to processors differently, or if a pooler needs other metadata.
 """
 
 from vllm.v1.pool.late_interaction_runner import LateInteractionRunner

@@ -1,7 +1,7 @@
 """vLLM's schedulers, which ours subclass, with their requests, statistics, and messages to workers.
 
-Breaks if a method that we override changes (tests/unit/upstream/test_overrides.py lists the private ones), or if a
-field that the runner reads changes.
+This module breaks if a method that we override changes (tests/unit/upstream/test_overrides.py lists the private ones),
+or if a field that the runner reads changes.
 """
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks

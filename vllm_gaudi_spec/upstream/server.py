@@ -1,4 +1,4 @@
-"""Shutdown of a server and its engine, and a server's responses to invalid requests and adapters that fail to load."""
+"""Shutdown of a server and its engine, and responses to invalid requests and to adapters that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_gaudi_spec.upstream.patching import patches, wrap
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-# Number of seconds that an engine process has to answer its last requests and exit by itself.
+# Number of seconds in which an engine process can answer its last requests and exit by itself.
 _ENGINE_GRACE_S = 5.0
 
 
@@ -29,25 +29,25 @@ def let_engine_finish(
 ) -> float | None:
     """Give the engine process time between SIGTERM and SIGKILL when the server shuts down.
 
-    Reason: by default, vLLM gives it none, so running requests are never reported as aborted, and the server waits
-    forever for their streams. Upstream gives an engine this time only on ROCm.
+    Reason: by default, vLLM gives it no time, so running requests are never reported as aborted, and the server waits
+    for their streams forever. Upstream gives an engine such time only on ROCm.
     Remove when: `get_engine_process_shutdown_timeout` does so on every platform.
     """
     timeout = original(request_timeout, process_timeout)
     return _ENGINE_GRACE_S if request_timeout == 0 and timeout == 0 else timeout
 
 
-# Seconds between an engine's checks of whether its server still exists.
+# Interval in seconds at which an engine checks whether its server still exists.
 _LOOK_EVERY_S = 1.0
 
 
-# Do not patch the constructor, since the engine's process loads this plugin while the constructor is running.
+# Do not patch the constructor, because the engine process loads this plugin while the constructor is running.
 @patches("vllm.v1.engine.core:EngineCoreProc.run_busy_loop", "vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop")
 def end_engines_with_their_server(original: Callable[..., None], engine: Any) -> None:
-    """End an engine process when its parent process no longer exists.
+    """End an engine process if its parent process no longer exists.
 
-    Reason: if a server is killed (by SIGKILL or when out of memory), its engine is not notified. The engine then waits
-    for requests forever and keeps the device and its memory.
+    Reason: if a server is killed (by SIGKILL or when memory runs out), its engine is not informed. The engine then
+    waits for requests forever and keeps the device and its memory.
     Remove when: upstream's `EngineCoreProc` monitors its parent.
     """
     threading.Thread(target=_end_with_server, args=(os.getppid(),), name="watches the server", daemon=True).start()
@@ -66,10 +66,10 @@ def _end_with_server(server: int) -> None:
     "vllm.v1.engine.core:EngineCoreProc.process_output_sockets",
 )
 def end_engines_with_their_threads(original: Callable[..., None], engine: Any, *args: Any, **named: Any) -> None:
-    """End an engine when a thread that exchanges messages with its server fails.
+    """End an engine if a thread that exchanges messages with the server fails.
 
-    Reason: such a thread ends silently, and the engine continues without it. Requests are no longer answered, but the
-    server still reports that it is healthy.
+    Reason: such a thread ends silently, and the engine continues without the thread. Requests are no longer answered,
+    but the server still reports that it is healthy.
     Remove when: upstream's `EngineCoreProc` exits when one of its threads fails.
     """
     from vllm.v1.engine import EngineCoreRequestType
@@ -80,15 +80,15 @@ def end_engines_with_their_threads(original: Callable[..., None], engine: Any, *
         logging.getLogger(__name__).exception(
             "The engine exits, because a thread that exchanges messages with its server failed."
         )
-        # Send a failed worker's signal, so that the engine's loop raises an error and ends its workers and process.
+        # Send the signal of a failed worker, which makes the engine's loop raise an error and end its processes.
         engine.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
 
 
 @patches("vllm.v1.engine.core_client:SyncMPClient.shutdown")
 def raise_when_the_engine_is_gone(original: Callable[..., None], client: Any, *args: Any, **named: Any) -> None:
-    """Make `LLM.generate` raise EngineDeadError if its engine ends without a final message.
+    """Make `LLM.generate` raise EngineDeadError if the engine ends without a final message.
 
-    Reason: it waits forever for the engine's next output if the process was killed or could not send a message.
+    Reason: `LLM.generate` waits for output forever if the engine process was killed or could not send a message.
     Remove when: the monitor of upstream's `SyncMPClient` puts an error into its output queue.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
@@ -102,9 +102,9 @@ def raise_when_the_engine_is_gone(original: Callable[..., None], client: Any, *a
 def leave_idle_work_at_shutdown(original: Callable[..., bool], engine: Any) -> bool:
     """Call our scheduler's `shut_down` when its engine is about to end.
 
-    Reason: an engine ends when its scheduler has no requests, and with --shutdown-timeout it waits until then. Our
-    scheduler also has work for idle steps but is not notified when this work is no longer useful.
-    Remove when: upstream's `EngineCoreProc` notifies its scheduler.
+    Reason: an engine ends when its scheduler has no more requests, and with --shutdown-timeout it waits for that. Our
+    scheduler also has work for idle steps, but it is not informed when this work is no longer useful.
+    Remove when: upstream's `EngineCoreProc` informs its scheduler.
     """
     if not engine.is_running() and (shut_down := getattr(engine.scheduler, "shut_down", None)) is not None:
         shut_down()
@@ -113,9 +113,9 @@ def leave_idle_work_at_shutdown(original: Callable[..., bool], engine: Any) -> b
 
 @patches("vllm.entrypoints.launchers.api_server.entry:build_and_serve")
 async def fail_with_the_engine(original: Callable[..., Any], engine_client: Any, *args: Any, **named: Any) -> Any:
-    """End the server's process with exit code 1 if its engine has died.
+    """End the server process with exit code 1 if its engine has died.
 
-    Reason: the HTTP server stops as in an orderly shutdown, and the process exits with code 0, so a supervisor that
+    Reason: the HTTP server stops as in an orderly shutdown and the process exits with code 0, so a supervisor that
     restarts failed servers does not restart it.
     Remove when: upstream's `vllm serve` exits with a nonzero code if its engine is dead.
     """
@@ -124,7 +124,7 @@ async def fail_with_the_engine(original: Callable[..., Any], engine_client: Any,
 
 
 def _engine_died(client: Any) -> bool:
-    """Return whether the engine ended without a shutdown, which would first stop the manager of its processes."""
+    """Return whether the engine ended without a shutdown, which would first stop its process manager."""
     manager = getattr(client.engine_core.resources, "engine_manager", None)
     if manager is None:
         return bool(client.errored)
@@ -143,7 +143,7 @@ async def mend_adapter_loading(
 ) -> Any:
     """If a LoRA adapter cannot be served, respond with status 400 and the reason. Reload an adapter in place only once.
 
-    Reason: upstream responds with 404 if there is no adapter and with 500 to any other problem. It passes
+    Reason: upstream responds with status 404 if the adapter does not exist and with 500 to any other problem. It passes
     `load_inplace` on to all requests that name the adapter, each of which would load it from its folder again.
     Remove when: `OpenAIServingModels.load_lora_adapter` distinguishes adapter errors from server errors. The
     `load_inplace` part can be removed with vLLM 0.32.
@@ -160,11 +160,11 @@ async def mend_adapter_loading(
 
 
 def refuse_tokenized_params(find_fault: Callable[[SamplingParams], str | None]) -> None:
-    """Refuse sampling parameters if `find_fault` returns a reason after tokenization.
+    """Reject sampling parameters if `find_fault` returns a reason after tokenization.
 
-    At that point, vLLM has added the model's end tokens and tokenized the bad words.
-    Reason: a platform validates a request earlier, when it knows only the text length of the bad words. Upstream's
-    limit on their tokens, VLLM_MAX_BAD_WORDS_TOTAL_TOKENS, applies only to its own model runner.
+    At that point, vLLM has added the end tokens of the model and tokenized the bad words.
+    Reason: a platform validates a request earlier, when only the text length of the bad words is known. Upstream's
+    limit on the tokens of bad words, VLLM_MAX_BAD_WORDS_TOTAL_TOKENS, applies only to its own model runner.
     Remove when: upstream validates requests on the platform after `update_from_tokenizer`, or applies this limit there.
     """
     from vllm.exceptions import VLLMValidationError
@@ -180,10 +180,10 @@ def refuse_tokenized_params(find_fault: Callable[[SamplingParams], str | None]) 
 
 
 def refuse_params_before_verification(find_fault: Callable[[SamplingParams], str | None]) -> None:
-    """Refuse sampling parameters if `find_fault` returns a reason before vLLM verifies them.
+    """Reject sampling parameters if `find_fault` returns a reason before vLLM verifies them.
 
-    Reason: upstream's `SamplingParams.verify` compiles a request's regex or grammar, whatever its size, before it asks
-    the platform whether the request is valid. A regex of 75,000 words causes a server error.
+    Reason: upstream's `SamplingParams.verify` compiles the regex or grammar of a request, regardless of size, before it
+    asks the platform whether the request is valid. A regex of 75,000 words causes a server error.
     Remove when: upstream asks the platform first, or limits the size of constraints.
     """
     from vllm.exceptions import VLLMValidationError
@@ -199,11 +199,11 @@ def refuse_params_before_verification(find_fault: Callable[[SamplingParams], str
 
 @patches("vllm.v1.engine.input_processor:InputProcessor.process_inputs")
 def refuse_streamed_inputs(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Refuse requests whose input arrives in turns (`AsyncLLM.generate` with a stream of inputs).
+    """Reject requests whose input arrives in turns (`AsyncLLM.generate` with a stream of inputs).
 
-    Reason: upstream counts drafts after a stop token as computed, rolls back tokens that a recurrent state has already
-    consumed, and lets waiting turns hold rows and memory that other requests need.
-    Remove when: upstream's scheduler gives a turn the same tokens with and without drafts, even after a preemption.
+    Reason: upstream counts drafts after a stop token as computed, rolls back tokens that are already part of a
+    recurrent state, and lets waiting turns occupy rows and memory that other requests need.
+    Remove when: upstream's scheduler gives each turn the same tokens with and without drafts, even after a preemption.
     """
     from vllm.exceptions import VLLMValidationError
 
@@ -212,7 +212,7 @@ def refuse_streamed_inputs(original: Callable[..., Any], *args: Any, **named: An
     return original(*args, **named)
 
 
-# Full scale is 1. The squares of much larger samples overflow, so hidden states would not be finite.
+# Full scale is 1. The squares of much larger samples overflow, so that hidden states would not be finite.
 _LOUDEST = 1000.0
 
 
@@ -224,11 +224,12 @@ _LOUDEST = 1000.0
 def answer_bad_media(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """Respond with status 400 to images, videos, and audio that cannot be decoded.
 
-    Also refuse empty videos and audio, and audio samples that are not finite or are so large that hidden states would
-    not be finite.
-    Reason: upstream responds with 400 only to a ValueError, and with 500 otherwise. For an image with more than twice
-    its MAX_IMAGE_PIXELS, Pillow raises another error before upstream checks its own limit (VLLM_MAX_IMAGE_PIXELS).
-    libsndfile raises its own error for a damaged header. Qwen's loader divides by zero for a video with one frame.
+    Also reject empty videos and audio, and audio samples that are not finite or so large that hidden states would not
+    be finite.
+    Reason: upstream responds with status 400 only to a ValueError, and with 500 to all other errors. For an image with
+    more than twice its MAX_IMAGE_PIXELS, Pillow raises another error before upstream checks its own limit
+    (VLLM_MAX_IMAGE_PIXELS). libsndfile raises its own error for a damaged header. Qwen's loader divides by zero for a
+    video with one frame.
     Remove when: `load_bytes` of `ImageMediaIO`, `VideoMediaIO`, and `AudioMediaIO` raises a ValueError in these cases.
     """
     from PIL import Image
@@ -247,17 +248,17 @@ def answer_bad_media(original: Callable[..., Any], *args: Any, **named: Any) -> 
     return loaded
 
 
-# Paths for probes and scrapers. A longer path or a path with a trailing slash requires the key.
+# Paths for probes and scrapers. Longer paths and paths with a trailing slash require the key.
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 
 
 @patches("vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware.__call__")
 def guard_every_path(original: Callable[..., Any], guard: Any, scope: Any, receive: Any, send: Any) -> Any:
-    """Require the API key, if the server has one, for every path except `OPEN_PATHS`.
+    """Require the API key, if the server has one, for every path except those in `OPEN_PATHS`.
 
     Reason: upstream guards only paths that begin with /v1, /v2, /inference, or /cohere. Other paths also generate text
     (/invocations, /generative_scoring), read prompts (/tokenize, /pooling), or change the server (/scale_elastic_ep).
-    Remove when: `AuthenticationMiddleware` guards every path except those that it lists.
+    Remove when: `AuthenticationMiddleware` guards every path except those in its own list.
     """
     from starlette.datastructures import Headers
     from starlette.responses import JSONResponse

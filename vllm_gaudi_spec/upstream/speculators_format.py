@@ -10,11 +10,11 @@ from vllm_gaudi_spec.upstream.patching import wrap
 
 
 def mend_speculators_format() -> None:
-    """Make block drafter layers causal exactly where the library trains them that way, and refuse unsupported methods.
+    """Make block drafters' layers causal where the speculators library trains them so, and reject unsupported methods.
 
-    Reason: `sliding_window_non_causal` applies only to sliding-window layers. The library writes False by default.
-    Upstream applies that value to all DFlash layers and ignores the flag for DSpark. Nothing fails, but drafts are less
-    accurate. For methods that it cannot read, such as mtp and xpress, upstream's error lists Python functions.
+    Reason: `sliding_window_non_causal` applies only to sliding-window layers. By default, the library writes False.
+    Upstream applies that value to all DFlash layers and ignores the flag for DSpark. This causes no error, but drafts
+    are less accurate. For methods that upstream cannot read, such as mtp and xpress, its error lists Python functions.
     Remove when: vllm-project/vllm#56692 is released, DSpark reads the flag, and the error lists the methods.
     """
     from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
@@ -26,7 +26,7 @@ def mend_speculators_format() -> None:
 def _read_layers(original: Callable[..., Any], config_dict: dict[str, Any]) -> Any:
     _refuse_without_reader(config_dict)
     layers = original(config_dict)
-    sees_later = config_dict.get("sliding_window_non_causal")  # missing in checkpoints from older releases
+    sees_later = config_dict.get("sliding_window_non_causal")  # checkpoints from older releases do not have this field
     if sees_later is False and "dflash_config" in layers:
         layers["dflash_config"].pop("causal", None)
     elif sees_later and config_dict["speculators_model_type"] == "dspark":

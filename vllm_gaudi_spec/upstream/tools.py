@@ -1,6 +1,6 @@
-"""vLLM names that the command line uses to configure engines and compare output texts.
+"""vLLM names that command-line tools use to configure engines and compare output texts.
 
-Breaks if one of these names changes.
+This module breaks if one of these names changes.
 """
 
 from vllm.transformers_utils.config import get_config

@@ -1,4 +1,4 @@
-"""Layers of vLLM's models that graphs do not support or support only at a cost.
+"""Layers of vLLM's models that graphs do not support, or support only at additional cost.
 
 These layers change tensors through views, create tensors on the host, or compute in int64. N: heads, D: size of a key,
 A: inputs of AltUp, T: tokens, H: hidden size.
@@ -21,10 +21,10 @@ Original = Callable[..., "torch.Tensor"]
 def join_keys_of_minicpm3(
     original: Original, layer: Any, positions: torch.Tensor, hidden_states: torch.Tensor
 ) -> torch.Tensor:
-    """Make MiniCPM3 concatenate the parts of its queries and keys into new tensors.
+    """Make MiniCPM3 concatenate the parts of queries and keys into new tensors.
 
-    Reason: vLLM's layer assigns the parts to slices, and HPU graphs do not support in-place writes through views (quirk
-    L06).
+    Reason: vLLM's layer assigns these parts to slices, and HPU graphs do not support in-place writes through views
+    (quirk L06).
     Remove when: upstream's layer does not assign to slices.
     """
     import torch
@@ -47,10 +47,10 @@ def join_keys_of_minicpm3(
 
 
 def add_to_states_of_gemma3n() -> None:
-    """Make Gemma 3n create new tensors for its hidden states and divide by Python numbers.
+    """Make Gemma 3n create new tensors for hidden states and divide by Python numbers.
 
     Reason: vLLM's layers add to the AltUp states through views (quirk L06) and divide by tensors created on the host,
-    which a compiled graph must not do.
+    which is not allowed in a compiled graph.
     Remove when: upstream's layers do neither.
     """
     from vllm.model_executor.models import gemma3n
@@ -62,7 +62,7 @@ def add_to_states_of_gemma3n() -> None:
 
 
 def _predict(original: Original, altup: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return the predicted states, [A, T, H], from states of the same shape."""
+    """Return predicted states, [A, T, H], from states of the same shape."""
     modalities_TA = altup._compute_router_modalities(hidden_states[altup.altup_active_idx])
     coefficients_TAA = altup.prediction_coefs(modalities_TA).view(-1, altup.altup_num_inputs, altup.altup_num_inputs)
     change_THA = hidden_states.permute(1, 2, 0) @ coefficients_TAA.transpose(1, 2)
@@ -103,7 +103,7 @@ def _spread(original: Original, decoder: Any, hidden_states_0: torch.Tensor) -> 
 
 
 def _gather(original: Original, model: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return the mean of the first state and the scaled projections of the others, [T, H], from [T, H, A]."""
+    """Return the mean of the first state and the scaled projections of the other states, [T, H], from [T, H, A]."""
     import torch
 
     first_TH, *others = hidden_states.unbind(-1)
@@ -130,15 +130,15 @@ def embed_tokens_by_layer_in_gemma3n(
     *more: Any,
     **named: Any,
 ) -> torch.Tensor:
-    """Make Gemma 3n compute its per-layer embeddings from its input tokens.
+    """Make Gemma 3n compute per-layer embeddings from its input tokens.
 
-    Reason: vLLM's text model omits them unless its caller provides them and then generates different text. The class
-    used for published checkpoints takes no tokens: it reads what an earlier call wrote through a view.
+    Reason: unless the caller provides per-layer embeddings, vLLM's text model omits them and generates different text.
+    The class for published checkpoints takes no tokens: it reads what an earlier call has written through a view.
     Remove when: upstream's models compute the embeddings.
     """
     if per_layer_inputs is None and input_ids is not None:
         decoder, config = model.self_decoder, model.config
-        # The last IDs have no embedding. `where` is not used, as it is compiled incorrectly for integers (quirk C17).
+        # The last token IDs have no embedding. On integers, `where` is compiled incorrectly (quirk C17).
         ids_T = input_ids * (input_ids < config.vocab_size_per_layer_input)
         embeddings = decoder.embed_tokens_per_layer(ids_T) * decoder.embed_scale_per_layer
         per_layer_inputs = embeddings.view(-1, config.num_hidden_layers, config.hidden_size_per_layer_input)
@@ -158,7 +158,7 @@ def take_tokens_in_gemma3n(
     """Make Gemma 3n's class for published checkpoints take tokens if the input is only text.
 
     Reason: see `embed_tokens_by_layer_in_gemma3n`.
-    Remove when: that class takes tokens.
+    Remove when: this class takes tokens.
     """
     if inputs_embeds is None and intermediate_tensors is None:
         states: torch.Tensor = model.language_model(input_ids, positions, **named)
@@ -168,7 +168,7 @@ def take_tokens_in_gemma3n(
 
 @patches("vllm.model_executor.models.falcon_h1:FalconH1MLP.forward")
 def scale_gates_of_falcon_h1(original: Original, mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    """Make Falcon-H1's MLPs store their scaled gates in a new tensor.
+    """Make Falcon-H1's MLPs store scaled gates in a new tensor.
 
     Reason: vLLM's MLP multiplies half of a tensor in place through a view (quirk L06).
     Remove when: `FalconH1MLP.forward` does not update a view.
@@ -187,7 +187,7 @@ def add_positions_in_siglip(
 ) -> torch.Tensor:
     """Make Siglip store the sum of patch and position embeddings in a new tensor.
 
-    Reason: vLLM's code adds them in place to a view of the convolution's output (quirk L06).
+    Reason: vLLM's code adds position embeddings in place to a view of the convolution's output (quirk L06).
     Remove when: `SiglipVisionEmbeddings.forward` does not update a view.
     """
     if interpolate_pos_encoding:  # for images of other sizes, for which no graph is captured
@@ -200,9 +200,9 @@ def add_positions_in_siglip(
 def suppress_tokens_by_bias(model: Any, dtype: torch.dtype) -> None:
     """Make Gemma 4 and its assistant suppress tokens by adding a bias that is created before serving.
 
-    Reason: vLLM's classes fill logits by index. They copy the indices to the device in the first step that needs them,
-    which may be a captured step, and Ascend's CANN before about 8.3 reads each index on the host.
-    Remove when: their `compute_logits` neither copies indices nor fills by index.
+    Reason: vLLM's classes write to logits by index. They copy the indices to the device in the first step that needs
+    them, which may be captured, and Ascend's CANN before about 8.3 reads each index on the host.
+    Remove when: their `compute_logits` neither copies indices nor writes by index.
     """
     import torch
 
@@ -233,14 +233,14 @@ def convolve_blocks_of_dflash2(
     group_size: int,
     taps: int,
 ) -> torch.Tensor:
-    """Make DFlash2 derive a token's position in its block from the shape of the tensor.
+    """Make DFlash2 compute a token's position in its block from the shape of the tensor.
 
-    Reason: vLLM derives it from int64 row numbers, using a remainder unless the block size is a power of two.
+    Reason: vLLM computes the position from int64 row numbers, with a remainder unless the block size is a power of two.
     Remove when: `_grouped_conv` does not compute a remainder.
     """
     import torch
 
-    if hidden_states.is_cuda:  # vLLM has a CUDA kernel for this
+    if hidden_states.is_cuda:  # vLLM has a CUDA kernel for this case
         return original(hidden_states, delta, base, block_size, num_groups, group_size, taps)
     tokens_BQGD = hidden_states.view(-1, block_size, num_groups, group_size)
     weights_TPGD = base.view(taps, num_groups, group_size) + delta.unsqueeze(-1)

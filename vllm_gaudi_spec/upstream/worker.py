@@ -1,6 +1,6 @@
-"""The base class of workers, their profiler, their KV memory, and the proposer that wraps a user-defined class.
+"""The base class of workers, their profiler and KV memory, and the proposer that wraps a user-defined drafter class.
 
-Breaks if an executor calls a worker method by another name or with different arguments.
+This module breaks if an executor calls a worker method by another name or with other arguments.
 """
 
 from vllm.distributed.utils import get_worker_rank_suffix

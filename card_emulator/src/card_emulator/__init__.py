@@ -1,11 +1,12 @@
-"""An emulated card for machines without one. Its tensors are as strict as a card's, and it counts expensive operations.
+"""An emulated card for machines without one. Its tensors are as strict as those on a real card, and expensive
+operations are counted.
 
     import card_emulator
     card_emulator.install(generation="gaudi2", lazy=True)
 
-Afterwards the process has one card: `torch.hpu`, tensors on `torch.device("hpu")`, and a `habana_frameworks` package.
+Afterwards, the process has one card: `torch.hpu`, tensors on `torch.device("hpu")`, and a `habana_frameworks` package.
 Code that applies only to a Gaudi is in `gaudi/`. An Ascend NPU is emulated below its vendor's software and shares only
-the report (`ascend/`). `card-emulator run` installs a card into unmodified programs (`door.py`).
+the report with the Gaudi (`ascend/`). `card-emulator run` installs a card into unmodified programs (`door.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from card_emulator.card import Device
 
 _under_torch_npu: Card | None = None
-"""The emulated card that Huawei's torch_npu runs on, or None."""
+"""The emulated card used by Huawei's torch_npu, or None."""
 
 __version__ = "0.1.0"
 
@@ -107,20 +108,20 @@ def _enter(module: ModuleType) -> None:
 
 
 def counted() -> Device | Card:
-    """Return the card whose counters are reported: the one below torch_npu if there is one, otherwise `device()`."""
+    """Return the card whose counters are reported: the one below torch_npu if it exists; otherwise, `device()`."""
     return device() if _under_torch_npu is None else _under_torch_npu
 
 
 def device() -> Device:
-    """Return the process's Gaudi, with its settings, counters and reports."""
+    """Return the Gaudi of this process, with its settings, counters and reports."""
     from card_emulator.card import DEVICE
 
     return DEVICE
 
 
 def tag_kv(tensor: torch.Tensor) -> torch.Tensor:
-    """Count reads of this tensor's memory, through any view, as KV bytes. This does nothing under torch_npu, because
-    the emulated CANN does not know which tensor an address belongs to."""
+    """Count reads of this tensor's memory, through any view, as KV bytes. This has no effect under torch_npu, because
+    the emulated CANN does not know to which tensor an address belongs."""
     if _under_torch_npu is not None:
         return tensor
     from card_emulator.tensor import DeviceTensor

@@ -1,4 +1,4 @@
-"""The emulated card of a process: its model, settings, counters, memory, and the capture in progress."""
+"""The emulated card of a process: its model, settings, counters, memory, and the current capture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIB = 1 << 30
 
 
 class DeviceRefusal(RuntimeError):
-    """Raised where the real device would fail or silently compute something else."""
+    """Raised where a real device would fail or would silently compute something else."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Model:
     guard_slot: int
     """The number of the device type in torch's ABI (c10::DeviceType)."""
     count: int
-    """The number of cards that a process sees. It uses one of them."""
+    """The number of cards that a process sees. A process uses only one of them."""
     memory: int
     """The number of bytes that the allocator offers."""
     out_of_memory: str
@@ -44,15 +44,15 @@ class Model:
     """The largest float8_e4m3 value on the card. In torch, it is 448."""
     lacks_dtypes: frozenset[torch.dtype]
     lacks: Callable[[str, str], bool]
-    """Whether the card lacks a kernel for an operation, given the operation's packet name and overload name."""
+    """Whether the card has no kernel for an operation, given the operation's packet name and overload name."""
     check_reach: Callable[[str, torch.Tensor], None]
-    """A function that refuses operands that are too large for the engine that runs a given packet."""
+    """A function that rejects operands that are too large for the engine that runs the given packet."""
     negative_index: str
-    """The reason given when a negative index is refused."""
+    """The reason given when a negative index is rejected."""
     counts_from_the_end: bool
-    """Whether negative indices are accepted and count from the end. Each use is counted."""
+    """Whether negative indices are accepted and count from the end. Every use is counted."""
     downloads_late: bool
-    """Whether a download into unpinned memory may arrive after an event that was recorded later."""
+    """Whether a copy to unpinned host memory may arrive after an event that was recorded later."""
     queue: Callable[[Device], Queue]
     """A function that creates the queue for operations outside graphs."""
 
@@ -82,12 +82,12 @@ class GraphRecord:
     ops: int
     nbytes: int
     recipes: int = 1
-    """The number of recipes in the graph. Equal recipes are compiled once."""
+    """The number of recipes in the graph. Identical recipes are compiled only once."""
     replays: int = 0
 
 
 class Allocation:
-    """The memory of a storage. Tensors that share a storage share this object, and the last one frees it."""
+    """The memory of a storage. Tensors with the same storage share this object, and the last of them frees it."""
 
     __slots__ = ("__weakref__", "kv", "nbytes")
 
@@ -97,9 +97,9 @@ class Allocation:
         DEVICE.allocate(nbytes)
 
     def __del__(self) -> None:
-        # At interpreter exit, the module's names may already be gone when the last tensor is freed.
+        # At interpreter exit, names in the module may already be gone when the last tensor is freed.
         if DEVICE is not None:
-            DEVICE.in_use -= getattr(self, "nbytes", 0)  # missing if `copy` made the object without its attributes
+            DEVICE.in_use -= getattr(self, "nbytes", 0)  # missing if `copy` created the object without its attributes
 
 
 class Device:
@@ -123,7 +123,7 @@ class Device:
         return self.model.name
 
     def reset(self) -> None:
-        """Restore the settings and counters of a fresh installation. Tensors and captured graphs stay alive."""
+        """Restore the settings and counters of a fresh installation. Tensors and captured graphs are kept."""
         self.counters = Counters()
         self.queue = self.model.queue(self)
         self._recording = threading.local()
@@ -131,20 +131,20 @@ class Device:
         self.graph_bytes = 0
         self.graphs_held = 0
         self.graph_recipes: set[int] = set()
-        """Distinct recipes of the captured graphs."""
+        """Distinct recipes of captured graphs."""
         self.operators: set[tuple[str, str]] = set()
-        """Operators in captured graphs and compiled regions, each with an operand dtype. Views are left out."""
-        # Settings. On a Gaudi, a collective inside a graph needs PT_HPU_ENABLE_LAZY_COLLECTIVES.
+        """Operators in captured graphs and compiled regions, each with the dtype of an operand. Views are omitted."""
+        # Settings. On a Gaudi, collectives in a graph require PT_HPU_ENABLE_LAZY_COLLECTIVES.
         self.lazy_collectives = False
-        # Whether to refuse what is known to fail on some cards or releases, even if it may work on others.
+        # Whether to reject what is known to fail on some cards or releases, even if it may work on others.
         self.hostile = True
-        # Whether the runtime's log goes to the console, where it mixes with results (ENABLE_CONSOLE).
+        # Whether the runtime's log is printed to the console, where it mixes with results (ENABLE_CONSOLE).
         self.console = False
         self.communicators: set[str] = set()
         """Process groups that have run a collective outside a graph."""
         self.late: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Pending downloads into memory that is not pinned: the target, and the values that it receives once the
-        program has waited for the whole card."""
+        """Pending copies to unpinned host memory: the target, and the values that it receives after the program has
+        waited for the whole card."""
         self.strict = False
         self.sealed = False
         self.graph_reserve: int | None = None
@@ -153,15 +153,15 @@ class Device:
         """Whether graphs are recorded without computing anything."""
         self.bridge_flags: dict[str, Any] = {}
         self.concatenations: dict[Hashable, tuple[bool, str]] = {}
-        """Concatenations outside regions in compiled mode. Maps a recipe's key to whether its first concatenation was
-        along the last dimension, and to that concatenation's source line."""
+        """Concatenations outside regions in compiled mode. Maps the key of a recipe to whether its first concatenation
+        was along the last dimension, and to the source line of that concatenation."""
         self.generator = torch.Generator()
         self.generator.manual_seed(0)
         self.blocked: str | None = None
 
     @property
     def capture(self) -> Recording | None:
-        """The graph capture in progress on the calling thread. Other threads may wait for results in the meantime."""
+        """The current graph capture of the calling thread. Other threads may wait for results during a capture."""
         return getattr(self._recording, "capture", None)
 
     @capture.setter
@@ -169,13 +169,13 @@ class Device:
         self._recording.capture = capture
 
     def choose(self, index: int) -> None:
-        """Select the card of this process. The choice is final."""
+        """Select the card that this process uses. The choice cannot be changed."""
         if index != self.where.index and (self.pid or not 0 <= index < self.model.count):
             raise RuntimeError(f"a process has one device, {self.where}; {self.where.type}:{index} was asked for")
         self.where = torch.device(self.where.type, index)
 
     def opened(self) -> None:
-        """Open the card on first use. After that, forked children cannot use it."""
+        """Open the card on first use. Child processes forked later cannot use the card."""
         if not self.pid:
             if self.acquire is not None and self.hostile:
                 self.acquire()
@@ -215,7 +215,7 @@ class Device:
 
     def out_of_memory(self, what: str) -> NoReturn:
         """Raise the out-of-memory error, after which a Gaudi process cannot continue. vllm-gaudi merged and then
-        reverted a warm-up that tried to (pull requests 993 and 1078)."""
+        reverted a warm-up that tried to continue (pull requests 993 and 1078)."""
         if self.hostile:
             self.blocked = f"this process ran out of memory before: {what}"
         raise torch.OutOfMemoryError(f"emulated {self.generation}: {what}")
@@ -227,13 +227,13 @@ class Device:
         )
 
     def mem_get_info(self) -> tuple[int, int]:
-        """Return the free and total memory as reported by the allocator."""
+        """Return free and total memory, as reported by the allocator."""
         return self.memory_limit - self.in_use - self.graph_bytes, self.memory_limit
 
     # -- steps --
 
     def mark_step(self) -> None:
-        """Compile and launch the pending operations, as the bridge's `mark_step` does. Outside lazy mode, this does
+        """Compile and launch pending operations, like the bridge's `mark_step`. Outside lazy mode, this does
         nothing."""
         if not self.lazy:
             return
@@ -244,17 +244,17 @@ class Device:
             self.queue.flush("mark_step")
 
     def implicit_marker(self, cause: str) -> None:
-        """Launch the pending graph early, because something needs a value."""
+        """Launch the pending graph early, because a value is needed."""
         if self.lazy and self.capture is None and self.queue.flush(cause):
             self.counters.step.implicit_markers += 1
             self.counters.event("implicit marker", cause)
 
     def next_step(self) -> Tally:
-        """Close the current step of the report and start the next one."""
+        """Close the current step in the report and start the next one."""
         return self.counters.next_step()
 
     def seal(self) -> None:
-        """Mark the end of warm-up. Every later compilation is counted as a defect."""
+        """Mark the end of warm-up. Every later compilation counts as a defect."""
         self.mark_step()
         self.sealed = True
 
@@ -284,7 +284,7 @@ class Device:
         self.implicit_marker(what)
 
     def dynamic(self, what: str) -> None:
-        """Count an operation whose result has a data-dependent size, which the host has to read."""
+        """Count an operation whose result has a data-dependent size, which the host must read."""
         self.refuse_in_capture(f"{what} has a data-dependent shape")
         if self.compile_only:
             raise DeviceRefusal(f"{what} needs values, and compile-only mode computes none")
@@ -306,7 +306,7 @@ class Device:
             raise DeviceRefusal(f"during {self.capture.what}: {what}, at {here()}")
 
     def after_fork(self) -> None:
-        """Block the card in a forked child. A real card hangs there if it was opened before the fork."""
+        """Block the card in a forked child process. A real card hangs in a child if it was opened before the fork."""
         if self.installed and self.pid and self.pid != os.getpid():
             self.blocked = "the device was opened before this process was forked; start workers with spawn"
 

@@ -1,4 +1,4 @@
-"""The Gaudi's `hccl` collective backend, which runs gloo on the values of device tensors."""
+"""The `hccl` collective backend of a Gaudi, which runs gloo on the values of device tensors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _collective(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a collective on device tensors. It launches the pending graph, and a graph capture refuses it unless lazy
-    collectives are enabled."""
+    """Run a collective on device tensors. A collective launches the pending graph, and it is rejected during a graph
+    capture unless lazy collectives are enabled."""
     device = DEVICE
     name = f"c10d.{info.packet}"
     if device.blocked is not None:
@@ -35,7 +35,7 @@ def _collective(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     if device.capture is not None:
         device.capture.record_kernel(lambda *inner: _issue_and_wait(info, inner), args)
     inners: list[tuple[torch.Tensor, DeviceTensor]] = []
-    # The caller waits for the result. Waiting here as well would fail: gloo's point-to-point work allows one wait.
+    # The caller waits for the result. Waiting here would fail, because gloo's point-to-point work allows one wait.
     return _rewrap(info.func(*[_unwrap(arg, inners) for arg in args]), inners)
 
 
@@ -43,9 +43,9 @@ _REDUCTIONS = ("allreduce_", "reduce_", "reduce_scatter_", "_reduce_scatter_base
 
 
 def _check_on_a_gaudi(info: OpInfo, name: str, args: Sequence[Any]) -> None:
-    """Refuse or count what HCCL does not support directly. HCCL moves words of two or four bytes and sums only float32
-    and bfloat16; other sums are computed in float32 (bridge 1.19, hccl_kernels.cpp and process_group_lazy_hccl.cpp). A
-    group's first collective creates its communicator."""
+    """Reject or count operations that HCCL does not support directly. HCCL moves words of two or four bytes and adds
+    only float32 and bfloat16; all other sums are computed in float32 (bridge 1.19, hccl_kernels.cpp and
+    process_group_lazy_hccl.cpp). The first collective in a group creates the group's communicator."""
     tensors = list(_tensors(args))
     for tensor in tensors:
         if tensor.element_size() == 1 and tensor.numel() % 2:
@@ -77,14 +77,14 @@ def _group_name(args: Sequence[Any]) -> str:
 
 
 def _issue_and_wait(info: OpInfo, args: Sequence[Any]) -> None:
-    """Run a collective during a replay and wait for it, because no caller does."""
+    """Run a collective during a replay and wait for it, because its caller does not wait."""
     out = info.func(*args)
     (out[-1] if isinstance(out, (tuple, list)) else out).wait()
 
 
 def _unwrap(value: Any, inners: list[tuple[torch.Tensor, DeviceTensor]]) -> Any:
     if isinstance(value, DeviceTensor):
-        # In compile-only mode, ranks still run the collective to stay in step, on values that are discarded.
+        # In compile-only mode, ranks still run collectives to stay in step, on values that are discarded.
         inner = torch.zeros(value.shape, dtype=value.dtype) if DEVICE.compile_only else real(value)
         inners.append((inner, value))
         value.epoch = 0

@@ -1,4 +1,4 @@
-"""Counters of the device's work, per step and in total, with the source line of each event that costs time."""
+"""Counters of the work on the device, per step and in total, with the source line of each event that takes time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from card_emulator.source import here
 
-# The number of steps kept for the report. The totals include older ones.
+# The number of steps that are kept for the report. The totals also include older steps.
 _KEPT_STEPS = 4096
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of a step. Bytes, floating-point operations and elements are the minimum that a perfect kernel needs."""
+    """Counts for a step. Bytes, floating-point operations and elements are the minimum that an ideal kernel needs."""
 
     ops: int = 0
     """Operations inside and outside graphs, without views."""
@@ -25,10 +25,10 @@ class Tally:
     graph_captures: int = 0
     graph_replays: int = 0
     launches: int = 0
-    """Launched recipes: flushed pending graphs and graph replays."""
+    """Launched recipes: pending graphs that were flushed, and replays of graphs."""
     mark_steps: int = 0
     implicit_markers: int = 0
-    """Pending graphs launched by something other than mark_step."""
+    """Pending graphs that were launched by anything other than mark_step."""
     host_reads: int = 0
     syncs: int = 0
     """Explicit waits for the device."""
@@ -45,9 +45,9 @@ class Tally:
     float64_ops: int = 0
     collectives: int = 0
     garbage_reads: int = 0
-    """Reads of values that compile-only mode never computed."""
+    """Reads of values that were never computed because of compile-only mode."""
     negative_indices: int = 0
-    """Operations that received a negative index and counted it from the end."""
+    """Operations with a negative index, which was counted from the end."""
     late_compiles: int = 0
     """Compilations after the device was sealed."""
 
@@ -86,7 +86,7 @@ class Counters:
         self.events[Event(kind, what, where or here())] += 1
 
     def lines(self, kind: str) -> list[str]:
-        """Return the source lines of the events of this kind, most frequent first."""
+        """Return the source lines of events of this kind, most frequent first."""
         return [event.where for event, _ in self.events.most_common() if event.kind == kind]
 
     def next_step(self) -> Tally:

@@ -1,8 +1,8 @@
 """Install an emulated card into unmodified programs while they import torch.
 
-A door is a folder on PYTHONPATH with a distribution whose `torch.backends` entry point installs the card, as the
-vendor's package does on a machine with a card. Child processes inherit the environment, and with it the card. The
-folder also makes this package importable, so the program may run in a different Python environment.
+A "door" is a folder on PYTHONPATH that contains a distribution whose `torch.backends` entry point installs the card, as
+the vendor's package does on a machine with a card. Child processes inherit the environment and therefore also have the
+card. The folder also makes this package importable, so the program may run in a different Python environment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PLUGIN, _VERSION = "habana-torch-plugin", "1.24.0.400"
 
 
 def make_door(folder: Path, card: str) -> None:
-    """Create a new folder with the door to `card`."""
+    """Create a new folder with the door for `card`."""
     folder.mkdir(parents=True)
     (folder / "card_emulator").symlink_to(Path(__file__).parent)
     name = "card-emulator-door" if card == ASCEND910B else _PLUGIN
@@ -44,7 +44,7 @@ def make_door(folder: Path, card: str) -> None:
 
 
 def cached_door(card: str) -> Path:
-    """Return the door to `card` in the cache folder, and create it on first use."""
+    """Return the door for `card` in the cache folder, which is created on first use."""
     key = hashlib.sha256(f"{Path(__file__)}\0{Path(__file__).read_text()}\0{card}".encode()).hexdigest()[:16]
     door = cache_folder() / "doors" / key
     if not door.is_dir():
@@ -55,19 +55,19 @@ def cached_door(card: str) -> Path:
         except OSError:
             if not door.is_dir():
                 raise
-            shutil.rmtree(scratch)  # another process created it first
+            shutil.rmtree(scratch)  # another process has created the folder first
     return door
 
 
 def variables(
     door: Path, card: str, *, lazy: bool | None = None, kind: bool = False, torch_npu: Path | None = None
 ) -> dict[str, str]:
-    """Return the environment variables that give a process and its children the card behind `door`.
+    """Return the environment variables with which a process and its children use the card of `door`.
 
     Args:
-        lazy: Whether a Gaudi runs in lazy or in compiled mode. None uses PT_HPU_LAZY_MODE, or lazy mode if it is unset.
+        lazy: Whether a Gaudi runs in lazy mode or in compiled mode. By default, PT_HPU_LAZY_MODE decides.
         kind: Whether the card accepts what is known to fail only on some cards or releases.
-        torch_npu: The folder with Huawei's torch_npu. None searches the program's environment.
+        torch_npu: The folder with Huawei's torch_npu. If None, it is looked up in the program's environment.
     """
     found = {
         CARD: card,
@@ -83,7 +83,7 @@ def variables(
 
 
 def load() -> None:
-    """Install the card that the environment variables select. torch calls this at the end of its import."""
+    """Install the card that the environment variables select. torch calls this function at the end of its import."""
     import card_emulator
 
     name = os.environ.get(CARD)
@@ -95,14 +95,14 @@ def load() -> None:
     card_emulator.install(name, lazy=os.environ.get(LAZY_MODE, "1") != "0")
     card = card_emulator.device()
     card.hostile = os.environ.get(KIND) != "1"
-    # vllm-gaudi uses index -1 for the last row (v0.26.0, extension/ops.py, grouped_max) and for the slots of block -1
-    # (extension/defragmentation.py).
+    # vllm-gaudi uses the index -1 for the last row (v0.26.0, extension/ops.py, grouped_max) and for the slots of block
+    # -1 (extension/defragmentation.py).
     card.model = dataclasses.replace(card.model, counts_from_the_end=True)
 
 
 def torch_npu_folder() -> Path:
-    """Return the folder with Huawei's torch_npu: the named one, else the installed one, else the environment's
-    `torch-npu` folder."""
+    """Return the folder with Huawei's torch_npu: the one that was specified, the installed one, or the environment's
+    `torch-npu` folder, in this order."""
     if named := os.environ.get(TORCH_NPU):
         return Path(named)
     installed = find_spec("torch_npu")

@@ -1,4 +1,4 @@
-"""Kernels that create tensors on the device, registered for its dispatch key, which torch leaves empty."""
+"""Kernels that create tensors on the device, registered for the device's dispatch key, for which torch has none."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from card_emulator.tensor import DeviceTensor, Operation, info_of, real
 
 aten = torch.ops.aten
 
-# Operations without tensor arguments. All others (zeros, full, randn, new_*, *_like) consist of `empty` and an in-place
-# operation.
+# Operations without tensor arguments. All other factory functions (zeros, full, randn, new_*, *_like) consist of
+# `empty` and an in-place operation.
 _COMPUTED = (
     "arange",
     "arange.start",
@@ -65,7 +65,7 @@ def _make(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], computes: b
     if capture is not None:
         capture.record(Operation(info, info.func._op, args, kwargs, (tensor,), [tensor], True))
     elif computes:
-        # In a lazy graph, uninitialized memory is an input and not a node.
+        # In a lazy graph, uninitialized memory is an input rather than a node.
         key = [info.name, *(str(arg) for arg in args)]
         device.queue.record(key, (tensor,), (), True)
         device.counters.step.stray_ops += 1
@@ -73,8 +73,8 @@ def _make(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], computes: b
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    # Torch's C++ code calls this with Python dispatch disabled, for indices from a list and for files read onto the
-    # card. Calling Tensor.copy_ would recurse.
+    # Torch's C++ code calls this kernel with Python dispatch disabled, for indices from a list and for files read to
+    # the card. Calling Tensor.copy_ would lead to infinite recursion.
     result: torch.Tensor = copy_(info_of(aten.copy_.default), (target, source, non_blocking), {})
     return result
 
@@ -94,5 +94,5 @@ def register() -> None:
             _library.impl(name, _kernel(func, computes))
     _library.impl("_copy_from", _copy_from)
     _library.impl("_local_scalar_dense", _local_scalar)
-    # scaled_dot_product_attention asks for this when it is decomposed; 0 selects plain matmuls.
+    # scaled_dot_product_attention calls this function when it is decomposed. The result 0 selects plain matmuls.
     _library.impl("_fused_sdp_choice", lambda *args, **kwargs: 0)

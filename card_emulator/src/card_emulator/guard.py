@@ -1,4 +1,4 @@
-"""Add support that stock torch lacks for a device type that it knows only by name."""
+"""Add the support that stock torch lacks for a device type of which it knows only the name."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from card_emulator.tensor import DeviceTensor
 logger = logging.getLogger(__name__)
 
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
-# Device types are numbered by torch's ABI (c10::DeviceType), and the registry is an array with one slot per type.
+# Device types are numbered by torch's ABI (c10::DeviceType), and the registry is an array with one slot for each type.
 _META, _SLOTS = 14, 22
 
 
 def install_device_guard() -> None:
-    """Use meta's device guard for the card as well. Torch asks a guard for the current device around slices and copies.
-    Torch's wheels have no guard for the card and raise "PyTorch is not linked with support for hpu devices". Meta's
-    guard does nothing, which is correct for a single device without streams of its own."""
+    """Use the meta device's guard for the card as well. Torch asks a guard for the current device before and after
+    slices and copies. Torch's wheels contain no guard for the card and raise "PyTorch is not linked with support for
+    hpu devices". The meta device's guard does nothing, which is correct for a single device without streams."""
     slot = DEVICE.model.guard_slot
     path = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
     try:
@@ -39,7 +39,7 @@ def install_device_guard() -> None:
 
 
 def _indexed(device: Any) -> Any:
-    """Return the device with its index. Otherwise, torch would ask the device guard for the missing index, and that
+    """Return the device with its index. Otherwise, torch would ask the device guard for the missing index, and this
     guard reports the meta device."""
     if device is None or isinstance(device, torch.Tensor | torch.dtype | int):
         return device
@@ -71,7 +71,7 @@ def _patched_to(original: Any) -> Any:
 
 
 def _patched_constructor(original: Any) -> Any:
-    """Build the tensor on the host and copy it, because the C++ constructor writes with Python dispatch disabled."""
+    """Create the tensor on the host and copy it, because the C++ constructor writes with Python dispatch disabled."""
 
     def construct(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         if device is None:

@@ -1,5 +1,5 @@
-"""Operations that need more than the computation itself: copies between host and card, casts that round as a card does,
-and indexing with masks or with indices in host memory."""
+"""Operations that require more than a computation: copies between host and card, casts that round as on a card, and
+indexing with masks or with indices in host memory."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def copy_(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _arrives_late(host: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the host tensor filled with garbage, which the values replace once the program has waited for the card. A
-    Gaudi copies to unpinned memory through a staging buffer, which a callback empties. No event covers that callback
-    (bridge 1.19, device.cpp and lazy_kernels.cpp, copy_hpu_lazy_D2H)."""
+    """Return the host tensor filled with garbage, which is replaced with the values after the program has waited for
+    the card. A Gaudi copies to unpinned memory through a staging buffer, which is emptied in a callback. No event
+    covers this callback (bridge 1.19, device.cpp and lazy_kernels.cpp, copy_hpu_lazy_D2H)."""
     if not DEVICE.model.downloads_late or not DEVICE.hostile:
         return host.copy_(values)
     DEVICE.late.append((host, values.clone()))
@@ -139,8 +139,8 @@ def _never_pinned(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _reshape_in_place(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Change a tensor's shape or strides in place. This needs no operation on the card, because its tensors store both
-    on the host. It is refused in a capture, because nobody has tested it there."""
+    """Change the shape or strides of a tensor in place. No operation on the card is needed, because the shape and
+    strides of its tensors are stored on the host. This is rejected in a capture, where it has never been tested."""
     target: DeviceTensor = args[0]
     DEVICE.refuse_in_capture(f"aten.{info.name} changes the geometry of a device tensor in place")
     rest = [item.inner if isinstance(item, DeviceTensor) else item for item in args[1:]]

@@ -1,4 +1,4 @@
-"""How the device handles each operation. This is decided once per operation and looked up on every call."""
+"""How the device handles each operation. This is determined once per operation and looked up at every call."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Composite operations that the device runs as one kernel, or that only create views. All others are decomposed, so that
-# a read or a dynamic shape inside them is detected.
+# Composite operations that the device runs as a single kernel or that only create views. All others are decomposed, so
+# that reads and dynamic shapes inside them are detected.
 _WHOLE = names(
     "linear matmul reshape contiguous flatten unflatten softmax log_softmax chunk narrow split movedim swapaxes "
     "numpy_T mT einsum layer_norm rms_norm group_norm square pad conv1d conv2d scaled_dot_product_attention "
@@ -26,7 +26,7 @@ _WHOLE = names(
 _MAYBE_VIEWS = names("reshape contiguous flatten type_as to einsum dropout positive real")
 # Operations whose result shares memory with the argument and covers all of it.
 _SAME = names("detach alias lift_fresh detach_")
-# Operations whose result sizes are read back on the host: nonzero, and everything that is built on it.
+# Operations whose result size is read on the host: nonzero, and everything based on it.
 _DYNAMIC = names(
     "nonzero nonzero_numpy masked_select _unique _unique2 unique_dim unique_consecutive bincount"
     " repeat_interleave.Tensor where.default"
@@ -69,7 +69,7 @@ def _flops_of_experts(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> 
     return result
 
 
-# Maps a packet name to a function of the arguments and the first result.
+# Maps the name of a packet to a function of the arguments and the first result.
 FLOPS: dict[str, Callable[[Sequence[Any], dict[str, Any], Any], int]] = {
     **dict.fromkeys(("mm", "bmm", "matmul", "linear", "mv", "dot"), _flops_of_product),
     **dict.fromkeys(("addmm", "baddbmm", "_scaled_mm"), _flops_of_addmm),
@@ -84,15 +84,15 @@ FLOPS: dict[str, Callable[[Sequence[Any], dict[str, Any], Any], int]] = {
 @dataclass(slots=True, eq=False)
 class OpInfo:
     func: Any
-    """The overload, which decomposes composite operations."""
+    """The overload, with which composite operations are decomposed."""
     name: str
     """The name without a namespace, such as `index.Tensor`."""
     packet: str
     overload: str
     run: Callable[..., Any]
-    """A function that runs the operation on inner tensors. Captured graphs replay it."""
+    """A function that runs the operation on inner tensors. Captured graphs replay this function."""
     writes: tuple[int | str, ...]
-    """Positions or names of the arguments that change in place."""
+    """Positions or names of arguments that are changed in place."""
     view: bool
     maybe_view: bool
     same: bool
@@ -100,7 +100,7 @@ class OpInfo:
     """Whether results always have new memory."""
     decompose: bool
     special: bool
-    """Whether the operation needs checks before it runs, because one of the fields below is set."""
+    """Whether the operation must be checked before it runs, because one of the fields below is set."""
     dynamic: bool
     reads: bool
     on_host: bool
@@ -111,10 +111,10 @@ class OpInfo:
     sorts: bool
     flops: Callable[[Sequence[Any], dict[str, Any], Any], int] | None
     handler: Callable[..., Any] | None = None
-    """A handler that replaces the common path for this operation."""
+    """A handler that replaces the general code for this operation."""
 
     def computes(self, new: Sequence[Any]) -> bool:
-        """Whether the operation does work, rather than only creating a view."""
+        """Whether the operation does work instead of only creating a view."""
         return not (self.view or (self.maybe_view and (not new or new[0].part)))
 
 
@@ -130,7 +130,7 @@ def classify(func: Any, lacks: Callable[[str, str], bool]) -> OpInfo:
     aliases = any(ret.alias_info is not None and not ret.alias_info.is_write for ret in schema.returns)
     maybe_view = packet in _MAYBE_VIEWS
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    # The sets above list only torch's own operations.
+    # The sets above contain only torch's own operations.
     ours = namespace == "aten"
 
     def among(names: frozenset[str]) -> bool:

@@ -1,5 +1,5 @@
-"""Parameters on the card. `Module.to` and `param.data = ...` change the existing object and keep its class, attributes
-and tied weights. Torch does the same for devices with native tensors (`_has_compatible_shallow_copy_type`)."""
+"""Parameters on the card. `Module.to` and `param.data = ...` change the existing object, so that its class, attributes
+and tied weights are kept. Torch does the same for devices with native tensors (`_has_compatible_shallow_copy_type`)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from card_emulator.tensor import OWN_STATE, DeviceTensor
 
 def _patched_new(original: Any) -> Any:
     """Create a parameter of the requested class. For a subclass of Parameter, torch would return the plain wrapper
-    tensor, whose class lacks the subclass's __init__."""
+    tensor, whose class does not have the subclass's __init__."""
 
     def __new__(cls: Any, data: Any = None, requires_grad: bool = True, **kwargs: Any) -> Any:
         if not isinstance(data, DeviceTensor) or cls is torch.nn.Parameter or kwargs:
             return original(cls, data, requires_grad, **kwargs)
-        # Do not call __init__ here: Python calls it next, with the subclass's own arguments.
+        # Do not call __init__ here, because Python calls it next with the subclass's own arguments.
         return _on_the_card(cls, data, requires_grad)
 
     return staticmethod(__new__)

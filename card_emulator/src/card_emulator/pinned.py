@@ -1,5 +1,5 @@
 """Pinned host memory, which stock torch supports only with CUDA. Pinning applies to a whole allocation and therefore to
-every view of it."""
+all of its views."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _patched_factory(original: Any) -> Any:
 def install() -> None:
     patch(torch.Tensor, "pin_memory", _patched_pin)
     patch(torch.Tensor, "is_pinned", lambda original: is_pinned)
-    # Torch looks up once which functions `with torch.device(...)` changes, and must find its original functions.
+    # Torch determines once which functions `with torch.device(...)` changes, and must find its original functions.
     _device._device_constructors()
     for name in ("empty", "zeros", "tensor", "as_tensor"):
         patch(torch, name, _patched_factory)

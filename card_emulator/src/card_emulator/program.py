@@ -1,4 +1,4 @@
-"""A captured graph as a list of calls on plain CPU tensors, and the capture that records it."""
+"""A captured graph, as a list of calls on plain CPU tensors, and the capture that records it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from card_emulator.ops import OpInfo
 from card_emulator.source import Line, caller, describe
 from card_emulator.tensor import DeviceTensor, Operation, real, written
 
-# Counters of a capture that every replay adds again.
+# Counters of a capture that are incremented again by every replay.
 REPEATED = ("ops", "bytes_moved", "kv_bytes_read", "flops", "sorts", "sort_elements", "float64_ops", "collectives")
 
 
 def count_replay(work: Tally, record: GraphRecord) -> None:
-    """Count a replay of the graph, whose work is `work`."""
+    """Count a replay of a graph whose work is `work`."""
     step = DEVICE.counters.step
     step.graph_replays += 1
     step.launches += 1
@@ -30,7 +30,7 @@ def count_replay(work: Tally, record: GraphRecord) -> None:
 
 
 def _find_dtype(args: Sequence[Any], results: Sequence[Any]) -> str:
-    """Return the dtype of the first tensor, operands before results, that is not a mask."""
+    """Return the dtype of the first tensor that is not a mask, where operands precede results."""
     tensors = [item for item in tree_leaves((args, results)) if isinstance(item, DeviceTensor)]
     dtypes = [tensor.dtype for tensor in tensors]
     found = next((dtype for dtype in dtypes if dtype is not torch.bool), torch.bool)
@@ -42,11 +42,11 @@ class Call(NamedTuple):
     args: list[Any]
     kwargs: dict[str, Any]
     holes: list[tuple[Any, Any, int]]
-    """(container, key, slot): where to put a slot's tensor before the call."""
+    """(container, key, slot): where to insert the tensor of a slot before the call."""
     outs: int | list[int]
-    """Slots for the results, or -1 for a result that is an argument changed in place."""
+    """Slots of the results, or -1 for a result that is an argument changed in place."""
     dead: list[int]
-    """Slots that no later call reads."""
+    """Slots that are not read by any later call."""
 
 
 class Program:
@@ -56,7 +56,7 @@ class Program:
         self.num_slots = 0
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        """Run the calls and return all slots. Slots that were freed along the way are None."""
+        """Run the calls and return all slots. Slots that were freed during the run are None."""
         slots: list[Any] = [None] * self.num_slots
         slots[: len(inputs)] = inputs
         number = 0
@@ -83,7 +83,7 @@ class Program:
 
 
 class Capture:
-    """A graph that is being recorded. It holds references to tensors that are neither its inputs nor its results."""
+    """A graph that is being recorded. It keeps references to tensors that are neither inputs nor results."""
 
     what = "graph capture"
     """The name of this activity in messages."""
@@ -189,8 +189,8 @@ class Capture:
         return id(memory) in self._own_memory
 
     def read_inputs(self, outputs: set[int]) -> set[int]:
-        """Return the slots of the inputs that an output or an in-place change depends on. A lazy graph contains no
-        other inputs. An input that is only returned unchanged is not included."""
+        """Return the slots of inputs on which an output or an in-place change depends. A lazy graph contains no other
+        inputs. Inputs that are only returned unchanged are not included."""
         needed = {slot for slot in outputs if slot >= self.num_inputs}
         for call in reversed(self.program.calls):
             outs = {call.outs} if isinstance(call.outs, int) else set(call.outs)

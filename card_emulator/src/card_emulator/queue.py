@@ -9,8 +9,6 @@ from card_emulator.counters import Counters
 
 
 class QueueDevice(Protocol):
-    """The part of a device that its queue uses."""
-
     lazy: bool
     counters: Counters
 
@@ -18,15 +16,13 @@ class QueueDevice(Protocol):
 
 
 class QueuedTensor(Protocol):
-    """The state that a queue keeps in a tensor."""
-
     epoch: int
     index: int
     pending: bool
 
 
 class Queue:
-    """The default queue. It launches each operation as soon as it is issued, with a precompiled kernel."""
+    """The default queue. It launches each operation as soon as it is issued, using a precompiled kernel."""
 
     keyed = False
     """Whether `record` needs a key that describes the operation."""
@@ -36,7 +32,7 @@ class Queue:
         self.epoch = 1
 
     def enter(self, tensor: Any) -> Any:
-        """Return the part of the key that describes a tensor not seen since the last flush."""
+        """Return the part of the key that describes a tensor that is new since the last flush."""
         raise NotImplementedError
 
     def record(
@@ -49,5 +45,5 @@ class Queue:
         return False
 
     def flush(self, cause: str) -> bool:
-        """Launch the pending operations. Return whether there were any."""
+        """Launch the pending operations. Returns whether there were any."""
         return False

@@ -1,4 +1,4 @@
-"""Reports of the counters, as a table for people and as JSON for scripts."""
+"""Reports of the counters: a table for people, and JSON for scripts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def as_json(device: Device | Card) -> dict[str, Any]:
 
 
 def _estimate(generation: str, steps: list[Tally], num_recipes: int) -> dict[str, Any] | None:
-    """Return time estimates, or None for a card whose published figures are insufficient."""
+    """Return time estimates, or None for a card for which not enough figures are published."""
     if generation not in cost.CARDS:
         return None
     return {
@@ -45,7 +45,7 @@ def _estimate(generation: str, steps: list[Tally], num_recipes: int) -> dict[str
         "mean_step_seconds": (
             sum(cost.step_seconds(step, generation) for step in steps) / len(steps) if steps else None
         ),
-        # Prompt recipes take longer but are not distinguished here, so this is a lower bound.
+        # Recipes for prompts take longer but are not distinguished here, so this value is a lower bound.
         "warmup_seconds_at_least": num_recipes * cost.RECIPE_SECONDS,
     }
 

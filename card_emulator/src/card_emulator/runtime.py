@@ -1,4 +1,4 @@
-"""The parts of `torch.hpu` that every accelerator has. Calls finish their work before they return."""
+"""The parts of `torch.hpu` that every accelerator has. Calls return only after their work is done."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Event:
 
 
 class Streams:
-    """The stack of streams. The last one is current."""
+    """The stack of streams, of which the last one is current."""
 
     def __init__(self, kind: type[Stream]) -> None:
         self._default = kind()
@@ -90,7 +90,7 @@ class Streams:
 
 
 def synchronize(device: Any = None) -> None:
-    """Launch the pending operations, and wait for the device."""
+    """Launch the pending operations and wait for the device."""
     name = f"torch.{DEVICE.where.type}.synchronize"
     DEVICE.refuse_in_capture(f"{name} waits for the device")
     DEVICE.counters.step.syncs += 1
@@ -169,7 +169,7 @@ def no_bad_fork() -> bool:
     return DEVICE.blocked is not None
 
 
-# The names that every card module has.
+# Names that exist in the module of every card.
 COMMON: dict[str, Any] = {
     "_lazy_init": init,
     "manual_seed_all": manual_seed,

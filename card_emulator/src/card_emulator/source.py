@@ -45,7 +45,7 @@ def caller() -> Line:
 
 
 def _innermost(skipped: tuple[str, ...], verifications: dict[CodeType, bool]) -> Line:
-    """Return the innermost frame outside the skipped files. The result for each code object is cached, for speed."""
+    """Return the innermost frame outside the skipped files. For speed, the result for each code object is cached."""
     frame = sys._getframe(2)
     while True:
         code = frame.f_code
@@ -58,7 +58,7 @@ def _innermost(skipped: tuple[str, ...], verifications: dict[CodeType, bool]) ->
 
 
 def own_caller(line: Line) -> str:
-    """Return `line` as text. If it is in an installed package, also return the nearest line outside one."""
+    """Return `line` as text. If the line is in an installed package, also return the nearest line outside any."""
     text = describe(line)
     if "site-packages" not in line[0].co_filename:
         return text

@@ -1,4 +1,4 @@
-"""A tensor that reports the card as its device and keeps its values in a CPU tensor. Its operations run here."""
+"""A tensor that reports the card as its device and stores its values in a CPU tensor. Operations on it run here."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class DeviceTensor(torch.Tensor):
     inner: torch.Tensor  # type: ignore[assignment]  # hides torch.inner
     """The values, or a meta tensor if the tensor was created in compile-only mode."""
     memory: Allocation
-    # Class attributes hold the defaults, so that creating a tensor sets only a few attributes.
+    # Class attributes contain the defaults, so that creating a tensor sets only a few attributes.
     part = False
-    """Whether the tensor is a view of part of another one."""
+    """Whether the tensor is a view of a part of another tensor."""
     ghost = False
-    """Whether the tensor was created in compile-only mode and has no values."""
+    """Whether the tensor was created in compile-only mode and therefore has no values."""
     twin: torch.Tensor | None = None
     """The tensor that replaces `inner` in compile-only mode."""
     epoch = 0
@@ -145,7 +145,7 @@ def _from_host(host: torch.Tensor) -> DeviceTensor:
 
 
 def real(tensor: DeviceTensor) -> torch.Tensor:
-    """Return the tensor's values. Values that compile-only mode never computed are garbage."""
+    """Return the tensor's values. Values that were never computed because of compile-only mode are garbage."""
     if tensor.ghost:
         DEVICE.counters.step.garbage_reads += 1
         DEVICE.counters.event("garbage read", "a tensor of compile-only mode")
@@ -156,8 +156,8 @@ def real(tensor: DeviceTensor) -> torch.Tensor:
 
 
 def garbage(values: torch.Tensor) -> torch.Tensor:
-    """Fill with values that are not valid indices or tokens and are far from a model's values. On a kind card, fill
-    with zeros."""
+    """Fill a tensor with values that are not valid indices or tokens and are far from the values in a model. On a kind
+    card, the tensor is filled with zeros."""
     if not DEVICE.hostile:
         return values.zero_()
     if values.dtype is torch.bool:
@@ -187,11 +187,11 @@ class Operation(NamedTuple):
     new: Sequence[DeviceTensor]
     """Results that are not arguments."""
     single: bool
-    """Whether the operation returned a single result rather than a sequence."""
+    """Whether the operation returned a single result instead of a sequence."""
 
 
 def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[..., Any] | None = None) -> Any:
-    """Run an operation on the inner tensors, record it, and wrap its results."""
+    """Run an operation on inner tensors, record it, and wrap its results."""
     device = DEVICE
     if device.blocked is not None:
         raise DeviceRefusal(device.blocked)
@@ -219,7 +219,7 @@ def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Call
         results = [call.wrap(item) if isinstance(item, torch.Tensor) else item for item in out]
         result = tuple(results) if isinstance(out, tuple) else results
     elif out is None and info.writes:
-        # Operations on lists of tensors change them in place and return nothing.
+        # Operations on lists of tensors change the tensors in place and return nothing.
         single, result, results = True, None, (None,)
     else:
         return out
@@ -258,7 +258,7 @@ class Operands:
         self.key: list[Any] = [info.name]
 
     def unwrap_all(self, args: Sequence[Any]) -> list[Any]:
-        """Unwrap the arguments. The two most common kinds are handled inline, since this takes most of the time."""
+        """Unwrap the arguments. For speed, the two most common kinds are handled inline."""
         found: list[Any] = []
         graph, key = self.graph, self.key
         for arg in args:
@@ -321,7 +321,7 @@ class Operands:
 
 def view_of(base: DeviceTensor, inner: torch.Tensor, memory: Allocation, part: bool) -> DeviceTensor:
     if torch.is_inference_mode_enabled() and not base.is_inference():
-        with torch.inference_mode(False):  # such a tensor shares its version counter with its views
+        with torch.inference_mode(False):  # a tensor created in this mode shares its version counter with its views
             return DeviceTensor(inner, memory, part)
     return DeviceTensor(inner, memory, part)
 
@@ -347,7 +347,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _before(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Count or refuse an operation before it runs."""
+    """Count or reject an operation before it runs."""
     device = DEVICE
     name = f"aten.{info.name}"
     if check := _CHECKS.get(info.name):
@@ -372,14 +372,14 @@ def _before(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[s
 
 
 def refuse_values(what: str) -> None:
-    """Refuse to read a value during a graph capture, or in compile-only mode, which computes no values."""
+    """Reject reading a value during a graph capture and in compile-only mode, which computes no values."""
     DEVICE.refuse_in_capture(f"{what} reads a value on the host")
     if DEVICE.compile_only:
         raise DeviceRefusal(f"{what} at {here()} reads a value, and compile-only mode computes none")
 
 
 def check_range(values: torch.Tensor, what: str) -> None:
-    """Refuse int64 values that do not fit into 32 bits, for lazy mode. In compiled mode, int64 has 64 bits (bridge 1.19
+    """Reject int64 values that do not fit in 32 bits, for lazy mode. In compiled mode, int64 has 64 bits (bridge 1.19
     and 1.24, env_flags: PT_ENABLE_INT64_SUPPORT is on if PT_HPU_LAZY_MODE=0)."""
     if values.numel() == 0:
         return
@@ -418,7 +418,7 @@ def _account(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], call: Op
     for position, (wrapper, inner) in enumerate(zip(call.wrappers, call.inners, strict=True)):
         target = next((i for i, item in enumerate(targets) if item is wrapper), None) if targets else None
         if target is not None:
-            del targets[target]  # if the tensor is passed again, that argument is an ordinary operand
+            del targets[target]  # if the tensor is passed twice, the second argument is an ordinary operand
             read, changed = changed_bytes(info.packet, info.overload, args, inner)
             moved += changed
         elif info.gathers and position == 0:
@@ -443,12 +443,12 @@ def download(what: str, tensor: DeviceTensor) -> torch.Tensor:
 
 
 Handler = Callable[[OpInfo, Sequence[Any], dict[str, Any]], Any]
-# Handlers for operations that do more than compute, by name, and for whole namespaces such as collectives. Other
-# modules register them.
+# Handlers for operations that do more than compute, by name, and for whole namespaces, such as that of collectives.
+# Other modules register them.
 _HANDLERS: dict[str, Handler] = {}
 _NAMESPACES: dict[str, Handler] = {}
 Check = Callable[[Sequence[Any], dict[str, Any]], None]
-# Checks for torch operations that a card refuses in some forms, by name. Other modules register them.
+# Checks for torch operations that a card rejects with certain arguments, by name. Other modules register them.
 _CHECKS: dict[str, Check] = {}
 
 

@@ -1,4 +1,4 @@
-"""Tensors and graphs on the emulated Gaudi, for tests of programs that run on it."""
+"""Tensors and graphs on the emulated Gaudi, for testing programs that run on it."""
 
 from __future__ import annotations
 

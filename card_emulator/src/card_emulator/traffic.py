@@ -9,7 +9,7 @@ import torch
 
 
 def distinct_elements(tensor: torch.Tensor) -> int:
-    """Return the number of distinct elements in memory, including for expanded tensors and overlapping windows."""
+    """Return the number of distinct elements in memory, also for expanded tensors and overlapping windows."""
     numel = tensor.numel()
     if numel == 0 or tensor.is_contiguous():
         return numel
@@ -33,19 +33,19 @@ def read_bytes(packet: str, position: int, args: Sequence[Any], kwargs: dict[str
 
 
 def gathered_bytes(table: torch.Tensor, made: int) -> int:
-    """Return the number of bytes that a gather reads. This equals the size of its result, but expanded dimensions are
-    read only once."""
+    """Return the number of bytes that a gather reads. This is the size of its result, except that expanded dimensions
+    are read only once."""
     numel = table.numel()
     return made * distinct_elements(table) // numel if numel else 0
 
 
 def changed_bytes(packet: str, overload: str, args: Sequence[Any], target: torch.Tensor) -> tuple[int, int]:
-    """Return how many bytes of its target an in-place operation reads and writes."""
+    """Return the numbers of bytes in its target that an in-place operation reads and writes."""
     elements = distinct_elements(target)
     read = packet not in _OVERWRITES and overload != "out" and not overload.endswith("_out")
     touched = TOUCHED.get(packet)
     if touched is not None and read:
-        # Elements with repeated indices count once.
+        # Elements that occur several times in the index count once.
         elements = min(elements, touched(args))
         read = packet in _ACCUMULATES or "reduce" in overload or _accumulates(packet, args)
     nbytes = elements * target.element_size()
@@ -57,7 +57,7 @@ def _accumulates(packet: str, args: Sequence[Any]) -> bool:
 
 
 def _put(args: Sequence[Any]) -> int:
-    """Return the number of elements that index_put_ addresses. A mask may address all of them."""
+    """Return the number of elements that index_put_ addresses. A mask may address all elements."""
     tensor, indices = args[0], args[1]
     index_tensors = [index for index in indices if index is not None]
     numel: int = tensor.numel()
@@ -88,9 +88,10 @@ _OVERWRITES = frozenset(
         *("exponential_", "bernoulli_", "geometric_", "cauchy_", "log_normal_"),
     )
 )
-# Maps a packet to a function of an operand's position and the arguments. It returns the bytes read, or None for all.
+# Maps a packet to a function of an operand's position and the arguments. The function returns the number of bytes read,
+# or None for all of them.
 READS: dict[str, Callable[[int, Sequence[Any], dict[str, Any]], int | None]] = {}
-# Maps an indexed update to a function of its arguments, which returns the number of addressed elements.
+# Maps an indexed update to a function of its arguments, which returns the number of elements addressed.
 TOUCHED: dict[str, Callable[[Sequence[Any]], int]] = {
     **dict.fromkeys(("index_copy_", "index_add_", "index_reduce_"), _numel(3)),
     **dict.fromkeys(("scatter_", "scatter_add_", "scatter_reduce_"), _numel(2)),

@@ -59,7 +59,7 @@ def outcome(flags: list[str], parser: FlexibleArgumentParser, warnings: list[str
         reason = str(error)
         # vLLM's own are reports of pydantic's, of which the command line shows one line.
         assert len(reason.splitlines()) == 1 or "Value error, " in reason, reason
-        return "refused"
+        return "rejected"
     return "ignored" if warnings else "works"
 
 

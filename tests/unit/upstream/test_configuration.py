@@ -58,6 +58,16 @@ def test_medusa_is_refused_in_one_line(tmp_path: Path) -> None:
         engine_config(tmp_path, here(MEDUSA, tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("typo", "nearest"), [("egale3", "eagle3"), ("N-gram", "ngram"), ("draftmodel", "draft_model")]
+)
+def test_mistyped_method_names_the_nearest_ones(typo: str, nearest: str, tmp_path: Path) -> None:
+    upstream.apply()
+    words = rf"^Speculative method '{typo}' does not exist; set method in --speculative-config to {nearest}( or .*)?\.$"
+    with pytest.raises(config.UnsupportedConfigError, match=words):
+        engine_config(tmp_path, dict(method=typo, num_speculative_tokens=3))
+
+
 @pytest.mark.skipif(not FROM_0_33, reason="new in vLLM 0.33")
 def test_flys_rule_is_refused(tmp_path: Path) -> None:
     upstream.apply()

@@ -1,8 +1,8 @@
 """The NPU's fused attention over paged KV for prompt chunks, decodes, and verify steps.
 
 The host knows all prompt chunk lengths, so prompt chunks use the TND layout with exact lengths and one small mask,
-either causal or windowed. Decode lengths are known only after the previous step. For decodes, a mask computed on the
-device determines which keys a query attends to, and the host provides upper bounds on the number of keys to read.
+either causal or windowed. Decode lengths are known only after the previous step, so decodes use a mask that is computed
+on the device, while the host provides upper bounds on the number of keys to read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.devices.ascend.graphs import HostLengths, HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
-# Documented limits of the operation with paged KV in the BSND layout.
+# Documented limits of the operator for paged KV in the BSND layout.
 _BLOCK_SIZES = range(128, 513, 128)
 _MAX_HEAD_SIZE = 512
 _MAX_GROUP = 64
@@ -29,11 +29,11 @@ _MAX_KEYS_OF_ONE_QUERY = 262_144
 _MAX_COMPRESSED_HEAD_SIZE = 256
 _COMPRESSED_MASK = 2048
 _CAUSAL, _WINDOW = 3, 4
-"""Values of `sparse_mode`. In both modes, the last query in a row is aligned with the row's last key."""
+"""Values of `sparse_mode`. In both modes, each row's last query is aligned with its last key."""
 _EVERYTHING = 2**31 - 1
-# Part of the error message for a call that CANN does not support.
+# Part of CANN's error message for an unsupported call.
 _REFUSED = "aclnnFusedInferAttentionScore"
-# Sets the result to zero for queries without visible keys. Only padding beyond a window or a bound can have none.
+# Makes the result zero for queries without visible keys. Only padding beyond a window or a bound has none.
 _CORRECTS_EMPTY_ROWS = 2
 # vllm-ascend uses this value with compressed masks. Another value would select a different kernel for grouped heads of
 # size 64, 128, or 192 (CANN 9.1.0, CheckSpecConditions in fused_infer_attention_score_tiling_v3.cpp).
@@ -42,15 +42,15 @@ _AS_OTHERS = 0
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Upper bounds on the number of keys in decode rows."""
+    """Upper bounds on the number of keys in each decode row."""
 
     lengths_B: torch.Tensor
-    """The graph argument, which is on the host."""
+    """Argument of the captured graph, in host memory."""
     rows: slice
     step: int
-    """Bounds are rounded up to multiples of this number, so that most steps need no update."""
+    """Bounds are multiples of this number, so that most steps need no update."""
     longest: int
-    """The largest bound."""
+    """The maximum bound."""
 
     def get_current_arguments(self) -> dict[str, list[int]]:
         lengths = self.lengths_B[self.rows].tolist()
@@ -62,16 +62,16 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLengths:
-    """Query and key counts for prompt chunks.
+    """Numbers of queries and keys in each prompt chunk.
 
-    Each chunk is followed by a row for its padding, because every query in a call must belong to a row. The padding row
-    has a single key, like the row that vllm-ascend adds (attention_v1.py at 182b75ea84). The documentation requires as
-    many keys as queries, but that many keys might need too many KV blocks.
+    Each chunk is followed by a row for its padding, because the operator requires every query to belong to a row. The
+    padding row has a single key, like the row that vllm-ascend adds (attention_v1.py at 182b75ea84). The documentation
+    requires as many keys as queries, but so many keys might need too many KV blocks.
     """
 
     lengths_B: torch.Tensor
     counts_B: torch.Tensor
-    """The graph arguments, which are on the host."""
+    """Arguments of the captured graph, in host memory."""
     rows: slice
     num_queries: int
     """The number of queries per row, including padding."""
@@ -82,7 +82,7 @@ class ChunkLengths:
 
     def get_longest_arguments(self) -> dict[str, list[int]]:
         rows = len(self.lengths_B[self.rows])
-        # The workspace grows with the number of queries, which is the same in each call.
+        # The workspace grows with the number of queries, which is the same in every call.
         return self._of([self.num_queries] * rows, [self.longest] * rows)
 
     def _of(self, counts: list[int], lengths: list[int]) -> dict[str, list[int]]:
@@ -95,7 +95,7 @@ class ChunkLengths:
 
 
 def fused_operation(torch_npu: Any) -> HostLengthsOperation | None:
-    """Return the fused operation, or None if the build lacks it."""
+    """Return the fused operator, or None if this build lacks it."""
     attention = getattr(torch_npu, "npu_fused_infer_attention_score", None)
     workspace = getattr(torch_npu, "_npu_fused_infer_attention_score_get_max_workspace", None)
     if attention is None or workspace is None:
@@ -108,10 +108,10 @@ def takes_blocks(block_size: int) -> bool:
 
 
 def takes(spec: AttentionLayerSpec, num_queries: int, num_keys: int, dtypes: frozenset[torch.dtype]) -> bool:
-    """Whether the operation supports this layer over block tables that cover `num_keys` keys.
+    """Whether the operator supports this layer over block tables that cover `num_keys` keys.
 
-    It does not support latent keys, which double as values. Only its second version accepts sinks (`learnable_sink`),
-    and in a different layout.
+    It does not support latent keys, which also serve as values. Only the operator's second version accepts sinks
+    (`learnable_sink`), and it expects another layout.
     """
     return (
         spec.dtype in dtypes
@@ -129,7 +129,7 @@ def takes(spec: AttentionLayerSpec, num_queries: int, num_keys: int, dtypes: fro
 
 
 def takes_compressed_masks(spec: AttentionLayerSpec, call: AttentionCall) -> bool:
-    """Whether the call contains only prompt chunks with a purely causal or windowed mask."""
+    """Whether the call contains only prompt chunks and its mask is purely causal or windowed."""
     return (
         call.host_counts_B is not None
         and call.num_queries > 1
@@ -141,7 +141,7 @@ def takes_compressed_masks(spec: AttentionLayerSpec, call: AttentionCall) -> boo
 
 
 def compressed_mask(device: torch.device) -> torch.Tensor:
-    """Return the int8 mask section from which the operation derives any causal mask."""
+    """Return the int8 mask from which the operator derives any causal mask."""
     return torch.ones(_COMPRESSED_MASK, _COMPRESSED_MASK, dtype=torch.int8, device=device).triu(1)
 
 
@@ -162,10 +162,10 @@ def attend(
     adds_up_blocks: bool,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute attention with the fused operation.
+    """Compute attention with the fused operator.
 
-    `adds_up_blocks` is the result of the function with that name. `mask` is the compressed mask, for calls that support
-    it.
+    `adds_up_blocks` is the result of the function of the same name. `mask` is the compressed mask, for calls that
+    support it.
     """
     keys, values = kv_cache.blocks()
     assert values is not None
@@ -209,8 +209,8 @@ def _split_under_dense_mask(
             input_layout="BSND",
             inner_precise=_CORRECTS_EMPTY_ROWS if call.num_queries > 1 else 0,
             sparse_mode=0,
-            # Let the mask alone determine the visible keys. With the defaults, keys after the first 512 would not be
-            # read (still an open issue).
+            # Let the mask alone determine the visible keys. By default, the operator would ignore keys after the first
+            # 512 (vllm-ascend#15503).
             pre_tokens=_EVERYTHING,
             next_tokens=_EVERYTHING,
         )
@@ -227,7 +227,7 @@ def _split_under_compressed_mask(
     adds_up_blocks: bool,
 ) -> Iterator[_Part]:
     queries = call.num_queries
-    # Each chunk has one row for itself and one for its padding.
+    # Each chunk takes two rows: one for the chunk and one for its padding.
     table = call.plan("twice", lambda: torch.stack([call.block_table_BW] * 2, 1).flatten(0, 1))
     for lengths in call.plan(
         ("chunks", spec.block_size, num_blocks), lambda: _make_chunk_lengths(call, spec, num_blocks, adds_up_blocks)
@@ -261,16 +261,16 @@ def _make_chunk_lengths(
 def _split_rows(
     call: AttentionCall, spec: AttentionLayerSpec, num_blocks: int, adds_up_blocks: bool, of_padding: int
 ) -> tuple[int, list[slice]]:
-    """Return the maximum number of keys per row and the rows for each run of the operation.
+    """Return the maximum number of keys per row, and the rows to process in each run of the operator.
 
-    If `adds_up_blocks` is set, the rows of a run together have at most as many KV blocks as the cache, counting
-    `of_padding` additional blocks for each row.
+    If `adds_up_blocks` is set, the rows in a run together have at most as many KV blocks as the cache, including
+    `of_padding` additional blocks per row.
     """
     width = call.block_table_BW.shape[1]
     longest = width * spec.block_size
     at_once = call.num_rows
     if adds_up_blocks:
-        # A row cannot have more keys than the cache's blocks hold.
+        # The keys of a row always fit in the blocks of the cache.
         longest = min(longest, (num_blocks - of_padding) * spec.block_size)
         at_once = min(at_once, max(num_blocks // (width + of_padding), 1))
     starts = range(0, call.num_rows, at_once)
@@ -280,11 +280,11 @@ def _split_rows(
 def adds_up_blocks(
     torch_npu: Any, device: torch.device, spec: AttentionLayerSpec, num_queries: int, mask: torch.Tensor | None = None
 ) -> bool:
-    """Whether the operation rejects rows whose combined block count exceeds the number of blocks in the cache.
+    """Whether the operator rejects rows that together have more KV blocks than the cache.
 
-    Rows that share a prefix may exceed it. According to the documentation, the operation rejects such rows. CANN 8.5.0
-    checks this in one kernel, for several queries per row and some head sizes. The sources of 9.0.0 and 9.1.0 do not.
-    This function therefore makes the call on the card, for two rows that share a block. `mask` is the compressed mask.
+    Rows that share a prefix may have more. According to the documentation, the operator rejects such rows. CANN 8.5.0
+    checks this in one kernel, for several queries per row and some head sizes; 9.0.0 and 9.1.0 do not. This function
+    therefore tries the call on the card, for two rows that share a block. `mask` is the compressed mask.
     """
     query = torch.zeros(2, num_queries, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
     form: dict[str, Any] = dict(input_layout="BSND", pre_tokens=_EVERYTHING, next_tokens=_EVERYTHING)
@@ -301,12 +301,12 @@ def adds_up_blocks(
 
 
 def compresses_masks(torch_npu: Any, device: torch.device, spec: AttentionLayerSpec, mask: torch.Tensor) -> bool:
-    """Whether the operation supports prompt chunks for this kind of layer in the form used here.
+    """Whether the operator supports prompt chunks in the TND layout for this kind of layer.
 
     The documentation lists head sizes 128 and 192. CANN 9.1.0 supports all sizes up to 256. In 8.5.0, support depends
     on the kernel selected by heads, groups, window, and blocks. One kernel supports only bfloat16 and rejects rows with
     more queries than keys, such as padding (CheckSpecConditions, CheckInputShapeWhenLayoutIsTND). Cards rejected sizes
-    256 and 96 (vllm-ascend#9632, its MiniCPM3 page). This function tests a one-query chunk with padding.
+    256 and 96 (vllm-ascend#9632, its MiniCPM3 page). This function tries a one-query chunk with padding.
     """
     query = torch.zeros(4, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
     keys = torch.zeros(2, spec.block_size, spec.num_kv_heads * spec.head_size, dtype=spec.dtype, device=device)

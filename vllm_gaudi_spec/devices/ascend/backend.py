@@ -1,6 +1,6 @@
 """The backend for Ascend NPUs. Steps run as NPU graphs through torch_npu.
 
-This backend has not yet run on a real NPU. The emulated device in `card_emulator/` runs this file unchanged.
+This backend has not yet run on a real NPU. On the emulated NPU in `card_emulator/`, this file runs unchanged.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ logger = init_logger(__name__)
 
 _BLOCK_SIZE = 128
 FUSED_DTYPES = frozenset({torch.float16, torch.bfloat16})
-"""Dtypes that fused attention and KV writes support. Plain torch handles all other dtypes."""
+"""Dtypes supported by fused attention and KV writes. All other dtypes use plain torch."""
 
 
 class Card(NamedTuple):
-    """The parts of an NPU that attention uses."""
+    """Functions of the NPU that attention uses."""
 
     torch_npu: Any
     torch_device: torch.device
@@ -59,9 +59,9 @@ def make_traits(name: str, torch_device: torch.device) -> DeviceTraits:
     )
 
 
-# Matches torch_npu's message format (NPUCachingAllocator.cpp, NPUWorkspaceAllocator.cpp).
+# Matches torch_npu's out-of-memory message (NPUCachingAllocator.cpp, NPUWorkspaceAllocator.cpp).
 _OUT_OF_MEMORY = re.compile(r"NPU out of memory\.(?:.*?ried to allocate (\d+(?:\.\d+)?) (bytes|[KMG]iB))?")
-# CANN's own out-of-memory codes (`acl/error_codes`).
+# CANN's error codes for running out of memory (`acl/error_codes`).
 _NO_MEMORY = re.compile(r"(?<![\d.])207(?:001|018)(?!\d)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -69,9 +69,9 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 class AscendMemory(StreamMemory):
     measures_peak = True
     _measure_cann: int | None = None
-    """Memory that was in use but not accounted for by torch_npu before the first measured run."""
+    """Memory in use before the first measured run that torch_npu did not account for."""
     _fault: RuntimeError | None = None
-    """The error that ended a download. torch_npu raises it only once and accepts no work afterwards."""
+    """The error that ended a copy to the host. torch_npu raises it only once and accepts no work afterwards."""
 
     def _host_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         self._refuse_after_a_fault()
@@ -91,8 +91,8 @@ class AscendMemory(StreamMemory):
             raise RuntimeError(f"the NPU failed earlier: {in_one_line(self._fault)}") from self._fault
 
     def measure_peak(self, run: Callable[[], object]) -> int:
-        # Operator workspaces and CANN's own memory show up only in the card's free memory. CANN keeps them, so memory
-        # that it takes in one run adds to the memory that tensors need in the next.
+        # Workspaces of operators and CANN's own memory are visible only in the card's free memory. CANN does not return
+        # them, so the memory taken in one run adds to the memory that tensors need in the next.
         self.synchronize()
         self._runtime.empty_cache()
         if self._measure_cann is None:
@@ -141,7 +141,7 @@ class AscendWeights(Weights):
 
 
 def _make_form_key(spec: AttentionLayerSpec) -> tuple[Hashable, ...]:
-    """Return the layer properties that determine which kernel the operation chooses."""
+    """Return the layer properties that determine which kernel the operator selects."""
     return spec.num_heads, spec.num_kv_heads, spec.head_size, spec.dtype, spec.block_size
 
 
@@ -160,13 +160,13 @@ class AscendAttention(PairAttention):
 
     @cached_property
     def _compressed_mask(self) -> torch.Tensor | None:
-        """Return the compressed mask, created in an eager run for all graphs to share, or None to use dense masks."""
+        """Return the compressed mask that all graphs share, created in an eager run, or None to use dense masks."""
         if not environment.compresses_prompt_masks():
             return None
         return ascend_attention.compressed_mask(self._torch_device)
 
     def _choose_prompt_mask(self, spec: AttentionLayerSpec) -> torch.Tensor | None:
-        """Return the prompt chunk mask, or None for dense masks. An eager run tests the card for support."""
+        """Return the prompt chunk mask, or None for dense masks. An eager run tests whether the card supports it."""
         mask = self._compressed_mask
         if mask is None:
             return None
@@ -185,7 +185,7 @@ class AscendAttention(PairAttention):
         return mask if self._compresses[form] else None
 
     def _adds_up_blocks(self, spec: AttentionLayerSpec, num_queries: int, mask: torch.Tensor | None) -> bool:
-        """Test the card in the eager run that precedes each capture. Rows with one query are tested separately."""
+        """Test the card in the eager run that precedes each capture. Decodes with one query are tested separately."""
         queries = min(num_queries, 2)
         form = *_make_form_key(spec), queries, mask is not None
         if form not in self._adds_up:
@@ -216,11 +216,11 @@ class AscendAttention(PairAttention):
         if value_TKD is None or values is None or not fused:
             kv_cache.write(key_TKD, value_TKD, slots_T, spec.operations)
         else:
-            # The operation rejects calls with more tokens than the cache has slots, such as those in the profile run.
+            # The operator rejects calls with more tokens than the cache has slots, as in the profile run.
             num_slots = keys.shape[0] * keys.shape[1]
             parts = (tensor.split(num_slots) for tensor in (key_TKD.contiguous(), value_TKD.contiguous(), slots_T))
             for key, value, slots in zip(*parts, strict=True):
-                # Select this layout explicitly, because some builds do not use it by default.
+                # Select this layout explicitly, because it is not the default in some builds.
                 self._scatter_kv(key, value, keys, values, slots, cache_mode="Norm")
 
     def attend(
@@ -243,7 +243,7 @@ def make_backend(
     weights_class: type[AscendWeights] = AscendWeights,
     fused_dtypes: frozenset[torch.dtype] = FUSED_DTYPES,
 ) -> DeviceBackend:
-    """Create the backend without opening the card, because vLLM's front end also creates one."""
+    """Create the backend without opening the card, because vLLM's front end also creates a backend."""
     torch_npu = usable_torch_npu()
     # A device without an index is the process's only card (`Platform.set_device`).
     device = torch.device("npu")

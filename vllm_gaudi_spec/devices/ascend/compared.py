@@ -1,4 +1,4 @@
-"""Models that were validated against transformers in captured graphs on a real or emulated NPU."""
+"""Models that were compared with transformers in captured graphs on a real or emulated NPU."""
 
 from __future__ import annotations
 

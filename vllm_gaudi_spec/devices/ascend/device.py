@@ -1,7 +1,7 @@
 """Imports torch_npu, which gives torch the "npu" device and the "hccl" process group.
 
-vLLM names the device before it creates a backend, for example in a configuration that another process unpickles.
-Therefore, this module is imported with the platform.
+vLLM names the device before it creates a backend, for example in a configuration that another process unpickles. This
+module is therefore imported together with the platform.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OLDEST = (2, 13)
 
 
 def refusal(version: str, variables: Mapping[str, str], torch_version: str) -> str | None:
-    """Return a one-line reason why serving is impossible, or None. torch_npu itself fails only during graph capture."""
+    """Return a one-line reason not to use the NPU, or None. torch_npu itself fails only during graph capture."""
     if Version(version).release[:2] < _OLDEST:
         return (
             f"torch_npu {version} is installed; device ascend needs 2.13 or newer beside vLLM's torch: "
@@ -54,9 +54,9 @@ _NOT_SERVED = range(240, 250)
 
 
 def refuse_other_cards() -> None:
-    """Reject older cards and 310s, which lack KV-write kernels or fused attention over KV blocks.
+    """Reject older cards and the 310 series, which lack KV-write kernels or fused attention over KV blocks.
 
-    Otherwise, they would fail after the weights are loaded. The card must already be open.
+    Without this check, they would fail only after the weights are loaded. The card must already be open.
     """
     npu = torch_npu().npu
     number = npu.get_soc_version()
@@ -72,7 +72,7 @@ def _dotted(release: tuple[int, ...]) -> str:
 
 
 def usable_torch_npu() -> Any:
-    """Import torch_npu, or reject an unusable version before a card is opened."""
+    """Import torch_npu, or reject an unsupported version before a card is opened."""
     module = torch_npu()
     if why := refusal(module.__version__, environment.list_npu_variables(), torch.__version__):
         raise UnsupportedConfigError(why)

@@ -1,8 +1,8 @@
-"""Waits for copies to the host that torch_npu may have dropped.
+"""Waits for copies to the host, which torch_npu may silently drop.
 
 torch_npu submits its work to CANN from its own queue. Once an operator has failed, torch_npu drops all queued and later
-work, including events, and raises the error only once, in whichever call comes first. Waiting for a dropped event
-either returns immediately, as if the copy were complete, or never returns (NPUEvent::synchronize in NPUEvent.cpp and
+work, including events, and raises the error only once, in the next call of any kind. Waiting for a dropped event may
+return immediately, as if the copy were complete, or may never return (NPUEvent::synchronize in NPUEvent.cpp and
 Repository::ReadQueue in NPUQueue.cpp, Ascend/pytorch 9e73e708a).
 """
 
@@ -15,8 +15,8 @@ import torch
 
 _MARK = 0xA5
 _MARKED_BYTES = 64
-"""The number of bytes to mark. Copies are never partial, and no token, count, flag, or run of 16 numbers has these
-bytes."""
+"""The number of bytes to mark in a buffer. Copies are never partial, and no token, count, flag, or run of 16 numbers
+consists of these bytes."""
 _TIMEOUT_S = 10.0
 _POLL_S = 2e-5
 """The polling interval. In practice, Linux sleeps for 60 to 100 microseconds."""
@@ -28,18 +28,18 @@ _DROPPED = (
 
 
 def mark(host: torch.Tensor) -> torch.Tensor:
-    """Mark a buffer as not yet written, because reused pinned memory would otherwise show an older step's tokens."""
+    """Mark a buffer as not yet written, because reused pinned memory would otherwise contain an older step's tokens."""
     _first_bytes(host).fill_(_MARK)
     return host
 
 
 def wait_for(done: Any, host: torch.Tensor, runtime: Any) -> None:
-    """Wait for `done`, which was recorded after the copy to `host`."""
+    """Wait for the event `done`, which was recorded after the copy to `host`."""
     # Poll, because a blocking wait may never return.
     deadline = time.monotonic() + _TIMEOUT_S
     while not done.query():
         if time.monotonic() > deadline:
-            # After this, the event either has completed or never will.
+            # After this call, the event either has completed or never will.
             runtime.synchronize()
             if not done.query():
                 raise RuntimeError(_DROPPED)

@@ -1,4 +1,4 @@
-"""The unchanged Ascend backend on an emulated card."""
+"""The unchanged Ascend backend on an emulated NPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from vllm_gaudi_spec.devices.common.emulated import EmulatedGraphs, EmulatedMemory, EmulatedWeights, install_npu
 
-# This must precede the backend import. If there is a platform, it has already called this.
+# This call must precede the backend's import. If a platform is active, it has already made the call.
 install_npu()
 
 from vllm_gaudi_spec.devices.ascend import backend as ascend  # noqa: E402
@@ -17,7 +17,7 @@ from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs  # noqa: E
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
-# Float32 allows comparing fused attention element by element with other devices.
+# With float32, fused attention can be compared element by element with other devices.
 _FUSED_DTYPES = ascend.FUSED_DTYPES | {torch.float32}
 
 

@@ -1,4 +1,4 @@
-"""Recognizes CANN errors. The doctor, which explains them, imports this module without torch."""
+"""Recognizes CANN errors. This module does not need torch, so the doctor can always use it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NO_ROOM_FOR_GRAPHS = (
     "alloc sq cq fail",
     "resource alloc fail stream wait event failed",
 )
-"""Lowercase error messages from CANN and the drivers when graphs hold all of a card's streams, queues, or events."""
+"""Lowercase error messages from CANN and the drivers when graphs use all of a card's streams, queues, or events."""
 
 
 def has_no_room(message: str) -> bool:

@@ -18,9 +18,9 @@ def fused() -> Fused | None:
     matmul = find_kernel("torch_npu", "npu_grouped_matmul")
 
     def product(rows: torch.Tensor, matrices: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """Call the operator as vllm-ascend does (ops/fused_moe/moe_mlp.py, unquant_apply_mlp).
+        """Call the operator in the same way as vllm-ascend (ops/fused_moe/moe_mlp.py, unquant_apply_mlp).
 
-        The rows are in a single tensor and are divided into groups with the given sizes.
+        All rows are in a single tensor, divided into groups of the given sizes.
         """
         result: torch.Tensor = matmul(
             [rows], [matrices], group_list=counts_E, split_item=2, group_type=0, group_list_type=1

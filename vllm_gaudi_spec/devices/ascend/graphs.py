@@ -1,8 +1,8 @@
-"""NPU graphs whose fused operations get new lengths from the host before each replay.
+"""NPU graphs whose fused operators get new lengths from the host before each replay.
 
-Each such operation is captured as a task group. Before a replay with different lengths, the operation is issued again
-on an update stream. This computes nothing but writes the operation's arguments into the captured tasks. On the device,
-a graph's updates wait for its previous run, and its next run waits for the updates. The host waits for neither.
+Each such operator is captured as a task group. Before a replay with different lengths, the operator is issued again on
+an update stream. This computes nothing but writes the operator's arguments into the captured tasks. On the device, a
+graph's updates wait for its previous run, and its next run waits for the updates. The host waits for neither.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from vllm_gaudi_spec.devices.common.stream_device import Captures, Recorded
 
 
 class HostLengthsOperation(NamedTuple):
-    """The out-variant of a fused operation with host lengths."""
+    """The out-variant of a fused operator that takes lengths from the host."""
 
     run: Callable[..., Any]
     workspace: Callable[..., torch.Tensor]
-    """Returns the workspace that this variant needs, given the operation's arguments."""
+    """Returns the workspace that this variant needs for the given arguments."""
 
 
 class HostLengths(Protocol):
-    """An operation's host-side list arguments, keyed by name, for some of a graph's rows."""
+    """List arguments of an operator that are on the host, keyed by name, for some of a graph's rows."""
 
     def get_current_arguments(self) -> dict[str, list[int]]: ...
 
@@ -76,7 +76,7 @@ class NpuCaptures(Captures):
     ) -> None:
         """Run `operation` and write its results to `out`."""
         with_lengths = arguments | lengths.get_current_arguments()
-        # Allocate enough for any lengths that the captured operation will receive.
+        # Allocate enough for any lengths that the captured operator may receive.
         workspace = operation.workspace(**arguments, **lengths.get_longest_arguments())
         outputs = {"workspace": workspace, "out": out}
         if self._tasks is None:
@@ -92,7 +92,7 @@ class NpuCaptures(Captures):
 
 
 class _Updated:
-    """A graph that contains operations with host lengths."""
+    """A graph whose operators take lengths from the host."""
 
     def __init__(self, graph: Recorded, tasks: list[_Task], runtime: Any, updates: Any) -> None:
         self._graph = graph
@@ -102,7 +102,7 @@ class _Updated:
         self._written, self._done = runtime.Event(), runtime.Event()
         self._lengths = list({id(task.lengths): task.lengths for task in tasks}.values())
         self._recorded = self._lengths_now()
-        """The lengths stored in the graph's tasks."""
+        """The lengths that are currently stored in the graph's tasks."""
 
     def replay(self) -> None:
         now = self._lengths_now()

@@ -1,4 +1,4 @@
-"""Splits function arguments into tensors and a hashable remainder, which together identify a captured graph."""
+"""Splits function arguments into tensors and a hashable remainder, which are used to identify a captured graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class _Tensor(NamedTuple):
-    """A placeholder for the tensor at a given index in the list of tensors."""
+    """A placeholder for the tensor at an index in the list of tensors."""
 
     tensor_index: int
 
@@ -20,7 +20,7 @@ class _Tuple(NamedTuple):
 
 
 class _Number(NamedTuple):
-    """A bool or float, which could compare equal to an int but must not share its key."""
+    """A bool or float, which may compare equal to an int but needs a different key."""
 
     kind: type
     value: Any
@@ -34,7 +34,7 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Hashable]:
     tensors: list[torch.Tensor] = []
 
     def walk(part: Any) -> Hashable:
-        if type(part) in _PLAIN:  # check the common types first, because isinstance is slower
+        if type(part) in _PLAIN:  # check common types first, because isinstance is slower
             return part
         if isinstance(part, torch.Tensor):
             tensors.append(part)
@@ -42,10 +42,10 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Hashable]:
         if isinstance(part, bool):
             return _Number(bool, part)
         if isinstance(part, float):
-            return _Number(float, part.hex())  # as text, because -0.0 would equal 0.0, and NaN would not equal NaN
+            return _Number(float, part.hex())  # as text, because -0.0 equals 0.0 and NaN does not equal NaN
         if isinstance(part, tuple):
             return _Tuple(type(part), tuple(walk(item) for item in part))
-        hash(part)  # an unhashable argument cannot be part of a key
+        hash(part)  # raise an error for unhashable arguments, which cannot be part of a key
         return part
 
     return tensors, walk(value)
@@ -72,10 +72,10 @@ def rebuild(tensors: list[torch.Tensor], rest: Any) -> Any:
 
 
 def make_key(tensors: Sequence[torch.Tensor], rest: Hashable) -> Hashable:
-    """Return a graph's key. The key used by Gaudi's bridge ignores dtypes and does not distinguish -1 from -2."""
+    """Return a graph's key. The key in Intel's bridge ignores dtypes and does not distinguish -1 from -2."""
     return (rest, *[(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in tensors])
 
 
 def get_name(function: Any) -> str:
-    """Return a function's or `partial`'s name for use in reports."""
+    """Return the name of a function or `partial` for use in reports."""
     return str(getattr(function, "__qualname__", "") or function.func.__qualname__)

@@ -1,6 +1,6 @@
-"""Mixins that count operations when the emulator replaces a real card.
+"""Mixins for devices on which an emulator replaces the real card and counts operations.
 
-In a list of base classes, each mixin comes before the device's own class.
+In a list of base classes, each mixin must precede the device's own class.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ source.look_past(observers=(str(_DEVICES / "hpu" / "captured.py"),), backends=(f
 
 
 def install_npu() -> None:
-    """Install the emulated CANN that Huawei's torch_npu uses in this process."""
+    """Install the emulated CANN in this process, for use by Huawei's torch_npu."""
     environment.set_torch_npu_defaults()
     folder = environment.torch_npu_folder()
     try:
@@ -62,7 +62,7 @@ class EmulatedMemory(Memory):
         return by_layer
 
     def measure_peak(self, run: Callable[[], object]) -> int:
-        """Measure without computing values, which would take minutes on the host and do not affect tensor sizes."""
+        """Measure without computing values, which would take minutes on the host and does not affect tensor sizes."""
         device = card_emulator.counted()
         device.compile_only = True
         try:
@@ -79,5 +79,5 @@ class EmulatedMemory(Memory):
 
 class EmulatedWeights(Weights):
     def prepare_model(self, model: nn.Module) -> None:
-        card_emulator.counted().sealed = False  # because a second engine in this process also warms up
+        card_emulator.counted().sealed = False  # because another engine in this process may also warm up
         super().prepare_model(model)

@@ -1,6 +1,6 @@
-"""Token exchange between data-parallel ranks with equal token counts, using collectives available on every device.
+"""Token exchange between data-parallel ranks with equal token counts, using collectives that every device supports.
 
-vLLM's expert layers need this exchange. `runner/extensions/data_parallel.py` equalizes the token counts.
+vLLM's expert layers require this exchange. `runner/extensions/data_parallel.py` makes the token counts equal.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Unquantized mixture-of-experts layers, for which vLLM provides no kernel on out-of-tree platforms.
+"""Unquantized mixture-of-experts layers for out-of-tree platforms, for which vLLM provides no kernel.
 
 T: tokens. H: hidden size. K: experts per token. E: experts on this rank. S: a subset of them. I: intermediate size.
 
-Shapes must not depend on which experts a token chooses, and the host does not read the choice. Therefore, the
-implementation is selected from T, K, and E alone:
+Shapes must not depend on which experts the tokens choose, and the host does not read these choices. The implementation
+is therefore selected from T, K, and E alone:
 
 - the device's own operator, if it supports the layer;
-- `gathered`: if only a few experts' weights are needed, gather them and send every token through all of them;
+- `gathered`: if only a few experts are needed, gather their weights and send every token through all of them;
 - `dense`: send every token through every expert, with weight 0 for experts that the token did not choose.
 """
 
@@ -21,7 +21,7 @@ import torch
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.upstream.layers import MoEActivation, MoERunner, UnquantizedFusedMoEMethod
 
-# The cost of a gathered weight relative to one used in place: it is read, written, and read again.
+# The cost of gathering a weight relative to using it in place: the weight is read, written, and read again.
 COST_OF_GATHERING = 3
 GATHERED_BYTES_AT_ONCE = 256 << 20
 
@@ -31,7 +31,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _make_gated(function: Activation) -> Activation:
-    """Return an activation that multiplies `function` of the inputs' first half by their second half."""
+    """Return an activation that multiplies `function` of the first half of its inputs by the second half."""
 
     def activate(inputs: torch.Tensor) -> torch.Tensor:
         gate, up = inputs.chunk(2, dim=-1)
@@ -41,13 +41,13 @@ def _make_gated(function: Activation) -> Activation:
 
 
 def _clamped_swiglu(inputs: torch.Tensor) -> torch.Tensor:
-    """Apply the gpt-oss activation, in which gates alternate with the values that they multiply."""
+    """Apply the gpt-oss activation, whose input alternates between gates and the values that they multiply."""
     gate, up = inputs.unflatten(-1, (-1, 2)).unbind(-1)
     gate = gate.clamp(max=_LIMIT)
     return gate * torch.sigmoid(gate * _ALPHA) * (up.clamp(min=-_LIMIT, max=_LIMIT) + 1)
 
 
-# The values that vLLM's kernels use. Models with other values are rejected.
+# The values used in vLLM's kernels. Models with other values are rejected.
 _ALPHA, _LIMIT = 1.702, 7.0
 _ACTIVATIONS = {
     MoEActivation.SILU: _make_gated(torch.nn.functional.silu),
@@ -61,11 +61,11 @@ _ACTIVATIONS = {
 
 
 class Call(NamedTuple):
-    """The arguments to an expert layer. J is 2 * I. Biases are None if the model has none."""
+    """Arguments to an expert layer. J is 2 * I. Biases are None if the model has none."""
 
     x_TH: torch.Tensor
     weights_TE: torch.Tensor
-    """The router weights; 0 for experts that were not chosen."""
+    """The router weights, with 0 for experts that were not chosen."""
     w13_EJH: torch.Tensor
     b13_EJ: torch.Tensor | None
     w2_EHI: torch.Tensor
@@ -76,7 +76,7 @@ class Call(NamedTuple):
     top_k: int
 
     def select_experts(self, part: Callable[[torch.Tensor, int], torch.Tensor]) -> Call:
-        """Return the call restricted to the experts that `part(tensor, dim)` selects along a tensor dimension."""
+        """Return the call restricted to the experts that `part(tensor, dim)` selects along a dimension of a tensor."""
         return self._replace(
             weights_TE=part(self.weights_TE, 1),
             w13_EJH=part(self.w13_EJH, 0),
@@ -86,20 +86,20 @@ class Call(NamedTuple):
         )
 
     def compute_inner(self, products: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute the inputs to the second matmul from the results of the first."""
+        """Compute the inputs of the second matmul from the results of the first."""
         activate = _ACTIVATIONS[self.activation]
         if bias is not None:
             products = products + bias
-        # This is equivalent to weighting the inputs, because matmuls are linear and the activations map zero to zero.
+        # This is equivalent to scaling the inputs, because matmuls are linear and the activations map zero to zero.
         inner = activate(products * weights) if self.weighs_inputs else activate(products) * weights
-        # If an unselected expert overflowed in float16, it would affect the result: infinity times 0 is NaN.
+        # If an unselected expert overflowed in float16, it would change the result, because infinity times 0 is NaN.
         return inner.masked_fill(weights == 0, 0.0) if inner.dtype == torch.float16 else inner
 
     def chosen(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return int64 IDs [T, K] and weights [T, K] of experts on this rank for each token.
+        """Return the IDs, int64 [T, K], and weights [T, K] of this rank's experts for each token.
 
-        Every expert on this rank that the token chose is included. The remaining entries are other experts on this rank
-        with weight 0, so that no ID is out of range or repeated.
+        The IDs include all experts on this rank that the token chose. The remaining IDs belong to other experts on this
+        rank, with weight 0, so that no ID is out of range or repeated.
         """
         ids_TK = self.weights_TE.abs().topk(min(self.top_k, self.weights_TE.shape[1]), dim=-1).indices
         return ids_TK, self.weights_TE.gather(1, ids_TK)
@@ -107,13 +107,13 @@ class Call(NamedTuple):
 
 Form = Callable[[Call], torch.Tensor]
 
-# The maximum number of token-expert pairs computed at once. vllm-gaudi allows up to twice as many, 512 tokens for 32
+# The maximum number of token-expert pairs in one matmul. vllm-gaudi allows up to twice as many: 512 tokens for 32
 # experts. Larger matmuls do not compile on Gaudi (v0.26.0, ops/hpu_fused_moe.py).
 _ROWS_AT_ONCE = 8192
 
 
 def dense(call: Call) -> torch.Tensor:
-    """Compute a few experts at a time, so that memory does not grow with the number of token-expert pairs."""
+    """Compute a few experts at a time, so that memory use does not grow with the number of token-expert pairs."""
     num_tokens, num_experts = call.weights_TE.shape
     if num_tokens > _ROWS_AT_ONCE:
         some_tokens = zip(call.x_TH.split(_ROWS_AT_ONCE), call.weights_TE.split(_ROWS_AT_ONCE), strict=True)
@@ -140,7 +140,7 @@ def _narrow(first: int, count: int, tensor: torch.Tensor, dim: int) -> torch.Ten
 def gathered(call: Call) -> torch.Tensor:
     num_tokens, num_experts = call.weights_TE.shape
     count = min(num_tokens * call.top_k, num_experts)
-    # NaN is not equal to itself. Without this check, NaN in one row would affect which experts other rows use.
+    # NaN is not equal to itself. Without this check, NaN in one row would affect the experts that other rows use.
     is_chosen_TE = (call.weights_TE != 0) & (call.weights_TE == call.weights_TE)
     ids_S = is_chosen_TE.float().amax(0).topk(count).indices
     size = max(GATHERED_BYTES_AT_ONCE // (call.w13_EJH[0].nbytes + call.w2_EHI[0].nbytes), 1)
@@ -153,14 +153,14 @@ def _select(ids_S: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor
 
 
 GroupedProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Multiplies each group of rows in [N, in] by its own matrix in [E, in, out]. The group sizes are int64 [E]."""
+"""Multiplies each group of rows in [N, in] by its own matrix from [E, in, out]. The group sizes are int64 [E]."""
 
 
 def grouped(product: GroupedProduct, call: Call) -> torch.Tensor:
     """Send each token only through the experts that it chose, using copies of the tokens sorted by expert."""
     (num_tokens, num_experts), hidden = call.weights_TE.shape, call.x_TH.shape[1]
     ids_TK, weights_TK = call.chosen()
-    # Sort as floats, because Ascend NPUs sort integers on their AI CPU.
+    # Sort as floats, because Ascend NPUs sort integers on their slow AI CPU.
     ids_N, order_N = ids_TK.flatten().float().sort()
     counts_E = (ids_N == torch.arange(num_experts, dtype=ids_N.dtype, device=ids_N.device).unsqueeze(-1)).sum(1)
     tokens_TK = torch.arange(num_tokens, device=ids_N.device).unsqueeze(-1).expand_as(ids_TK)
@@ -171,7 +171,7 @@ def grouped(product: GroupedProduct, call: Call) -> torch.Tensor:
     results_NH = product(call.compute_inner(products_NJ, weights_N1, b13_NJ), call.w2_EHI.transpose(1, 2), counts_E)
     if b2_NH is not None:
         results_NH = results_NH + weights_N1 * b2_NH
-    # Restore the original order instead of using `index_add`, whose summation order varies from run to run.
+    # Restore the original order instead of using `index_add`, which does not add in a fixed order.
     return results_NH.index_select(0, order_N.float().argsort()).view(num_tokens, -1, hidden).sum(1)
 
 
@@ -179,13 +179,13 @@ class Fused(NamedTuple):
     run: Form
     takes: Callable[[Call], bool]
     min_tokens: int
-    """The minimum number of tokens for which the operator is used."""
+    """The minimum number of tokens for which to use the operator."""
 
 
 def choose_form(call: Call, fused: Fused | None) -> Form:
     """Choose the fastest implementation for a call, based on benchmarks/results/experts.json."""
     num_tokens, num_experts = call.weights_TE.shape
-    # If a rank has only as many experts as a token chooses, the operator saves no computation.
+    # If each token chooses as many experts as the rank has, the operator saves no computation.
     if fused and num_tokens >= fused.min_tokens and call.top_k < num_experts and fused.takes(call):
         return fused.run
     return gathered if 0 < num_tokens * call.top_k * COST_OF_GATHERING < num_experts else dense
@@ -195,7 +195,7 @@ def choose_form(call: Call, fused: Fused | None) -> Form:
 
 
 def register(fused: Fused | None = None) -> None:
-    """Register these expert layers in place of vLLM's. Call this once per process."""
+    """Register these expert layers as replacements for vLLM's layers. Call this function once per process."""
     MoERunner.register_oot(VisibleRunner)
     UnquantizedFusedMoEMethod.register_oot(type("DeviceExperts", (Experts,), {"fused": fused}))
 
@@ -219,7 +219,7 @@ class VisibleRunner(MoERunner):
     def _maybe_apply_routed_scale_to_output(
         self, shared_output: torch.Tensor | None, fused_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Scale the outputs as vLLM does, but not in place.
+        """Scale the outputs in the same way as vLLM, but not in place.
 
         With several ranks, the outputs are views, and a captured graph on Gaudi cannot write through views (quirk L06).
         """
@@ -232,14 +232,14 @@ class VisibleRunner(MoERunner):
 
 
 class Experts(UnquantizedFusedMoEMethod):
-    # Handle routing here as well, because vLLM's routers are kernels for other devices.
+    # Handle routing in this class as well, because vLLM's routers are kernels for other devices.
     is_monolithic = True
     fused: Fused | None = None
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         activation = layer.activation.value
         unsupported = {
-            # An expert that has a bias and was not chosen would not produce zero.
+            # An expert with a bias would not return zero when its input weight is zero.
             "biases and weighted inputs": self.moe.has_bias and layer.apply_router_weight_on_input,
             f"activation {activation}": layer.activation not in _ACTIVATIONS,
             f"activation {activation} and a limit": self.moe.swiglu_limit is not None
@@ -257,7 +257,7 @@ class Experts(UnquantizedFusedMoEMethod):
         self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         num_experts = self.moe.num_experts
-        # If vLLM performed routing elsewhere, it would pass hidden states as `router_logits` without causing an error.
+        # If vLLM performed routing elsewhere, `router_logits` would contain hidden states, without causing an error.
         if router_logits.shape[-1] != num_experts:
             raise ValueError(f"{num_experts} experts cannot be routed by {router_logits.shape[-1]} logits")
         weights_TE = _compute_weights(layer, x, router_logits)
@@ -281,7 +281,7 @@ class Experts(UnquantizedFusedMoEMethod):
 
 
 def _compute_weights(layer: Any, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-    """Return the expert weights, float32 [T, E], using the model's own routing function if it has one."""
+    """Return the weight of each expert, float32 [T, E], using the model's own routing function if it has one."""
     if layer.custom_routing_function is None:
         return route(
             router_logits,
@@ -300,7 +300,7 @@ def _compute_weights(layer: Any, x: torch.Tensor, router_logits: torch.Tensor) -
 
 
 def _find_local_experts(expert_map: torch.Tensor | None) -> tuple[int, int] | None:
-    """Return this rank's first expert and its number of experts, or None without expert parallelism."""
+    """Return this rank's first expert and number of experts, or None without expert parallelism."""
     if expert_map is None:
         return None
     ids = (expert_map >= 0).nonzero().flatten().tolist()
@@ -313,7 +313,7 @@ _SCORINGS: dict[str, Activation] = {
     "softmax": partial(torch.softmax, dim=-1),
     "sigmoid": torch.sigmoid,
 }
-# Avoids division by zero in rows whose scores are all 0.
+# Prevents division by zero in rows whose scores are all 0.
 _TINY = 1e-20
 
 
@@ -327,10 +327,10 @@ def route(
     num_groups: int = 1,
     top_groups: int = 1,
 ) -> torch.Tensor:
-    """Return each expert's weight, float32 [T, E]. Experts that were not chosen have weight 0.
+    """Return the weight of each expert, float32 [T, E]. Experts that were not chosen have weight 0.
 
     A bias affects only which experts are chosen. With several expert groups, the best groups are chosen first. A
-    group's score is its best expert's score or, with a bias, the sum of its two best scores.
+    group's score is the best score of its experts or, with a bias, the sum of the two best scores.
     """
     logits_TE = logits_TE.float()
     scores_TE = _SCORINGS[scoring](logits_TE)

@@ -1,7 +1,7 @@
-"""Runs and checks the first collectives in each group of ranks before anything else runs.
+"""Runs and checks a collective in each group of ranks before any other collective.
 
-A group's first collective creates its communicator. On Gaudi, that collective must not be part of a captured graph. It
-also reveals a wrong network or module map, often by hanging. vllm-gaudi also runs one in `init_device` (quirk N01).
+A group's first collective creates its communicator. On Gaudi, that collective must not be part of a captured graph. A
+wrong network or module map also causes an error or a hang here. vllm-gaudi runs one in `init_device` (quirk N01).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _SIZE = 128
-"""The number of values that each rank sends, which is small and even."""
+"""The number of values that each rank sends, which must be even and is small."""
 
 
 def check_groups(memory: Memory) -> None:
     """Check every tensor-, data-, and expert-parallel group.
 
-    All ranks must call this with their groups in the same order.
+    All ranks must call this function with their groups in the same order.
     """
     for reference in groups.values():
         group = reference()
@@ -46,7 +46,7 @@ def check_groups(memory: Memory) -> None:
 
 
 def check_group(group: GroupCoordinator, memory: Memory) -> None:
-    """Run a group's collectives and raise RuntimeError if a rank receives anything other than what was sent."""
+    """Run collectives in a group and raise RuntimeError if a rank receives values that were not sent."""
     name = _name(group)
     sent = [_make_numbers(rank) for rank in range(group.world_size)]
     with torch.inference_mode():
@@ -73,5 +73,5 @@ def _check(name: str, collective: str, expected: torch.Tensor, run: Callable[[],
 
 
 def _make_numbers(rank: int) -> torch.Tensor:
-    """Return float32 values that sum exactly and differ between ranks and between adjacent elements."""
+    """Return float32 values that sum exactly and that differ between ranks and between adjacent elements."""
     return torch.arange(_SIZE) % 7 + 8.0 * rank**2

@@ -1,4 +1,4 @@
-"""Determines the size of the KV cache when the device is the host itself."""
+"""Determines the KV cache size on devices that use the host's memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def free() -> int:
 
 
 def choose_kv_bytes(utilization: float, less: int = 0) -> int:
-    """Return the size of the KV cache. `less` is the memory that will be allocated before the cache."""
-    # Leave memory unused, because the host has other processes and zeroing memory takes time at every start.
+    """Return the size of the KV cache in bytes. `less` is the memory that will be allocated before the cache."""
+    # Leave memory unused, because other processes run on the host and because zeroing memory takes time at every start.
     return min(int((free() - less) * utilization / 2), _MOST)

@@ -23,7 +23,7 @@ _COPIES = 8
 
 
 class KVPair(NamedTuple):
-    """A layer's keys and values in separate tensors [slots, K, D], because Gaudi cannot write through views."""
+    """Keys and values of a layer in separate tensors [slots, K, D], because Gaudi graphs cannot write through views."""
 
     keys: torch.Tensor
     values: torch.Tensor | None
@@ -103,7 +103,7 @@ class PairAttention(Attention):
     def attend(
         self, query_THD: torch.Tensor, kv_cache: KVPair, call: AttentionCall, spec: AttentionLayerSpec
     ) -> torch.Tensor:
-        if call.packed is not None:  # never true if the device captures
+        if call.packed is not None:  # never the case if the device captures graphs
             return torch_ops.attend_packed(self.attend, query_THD, kv_cache, call, spec)
         return padded.attend(query_THD, *kv_cache.blocks(), call, spec)
 
@@ -111,7 +111,7 @@ class PairAttention(Attention):
 def allocate(kv_cache_config: KVCacheConfig, device: torch.device) -> dict[str, KVPair]:
     """Allocate zeroed caches, keyed by layer name.
 
-    Layers in different groups may have the same offset and share memory, because a block belongs to only one group.
+    Layers in different groups may have the same offset and share memory, because each block belongs to only one group.
     """
     by_offset: dict[int, tuple[object, KVPair]] = {}
     by_layer: dict[str, KVPair] = {}

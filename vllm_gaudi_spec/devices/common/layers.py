@@ -1,4 +1,4 @@
-"""Registers a device's kernels in place of vLLM's layers: norms through vLLM's IR, rotary embeddings by class."""
+"""Registers a device's kernels for vLLM's layers: norms through vLLM's IR, and rotary embeddings by class."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = init_logger(__name__)
 
 
 def find_kernel(module: str, name: str) -> Any:
-    """Return a kernel from the device's software. If this build lacks it, log that once and return None."""
+    """Return a kernel from the device's software, or log once that this build lacks it and return None."""
     kernel = getattr(pkgutil.resolve_name(module), name, None)
     if kernel is None:
         logger.info("This build of %s has no %s; using plain torch operations.", module.partition(".")[0], name)
@@ -51,8 +51,8 @@ def register_norms(
 ) -> None:
     """Register kernels for RMS norms with and without a residual.
 
-    `takes` returns whether the kernels support an input, whose dtype must also match the weight's. If `in_place` is
-    set, `add_norm` overwrites its inputs with its results.
+    `takes` returns whether the kernels support an input. The input's dtype must also equal the weight's dtype. If
+    `in_place` is set, `add_norm` overwrites its inputs with its results.
     """
 
     def supports(
@@ -99,8 +99,8 @@ class Turn(Protocol):
     ) -> torch.Tensor:
         """Rotate heads.
 
-        The two elements of a rotated pair are half a head apart if `halves` is set, and adjacent otherwise. The tables
-        have an entry for every element.
+        The two elements of a rotated pair are half a head apart if `halves` is set; otherwise, they are adjacent. The
+        tables have an entry for every element.
         """
         ...
 
@@ -112,7 +112,7 @@ def _make_rotary_mixin(turn: Turn) -> type:
         def forward_oot(
             self: RotaryEmbeddingBase, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            # Keep the positions alive, so that their `id` is not reused.
+            # Keep the positions alive so that no other object gets the same `id`.
             cos, sin, _ = _compute_once_per_forward(
                 ("rotary", id(self), id(positions), query.dtype),
                 lambda: (*_look_up_tables(self, positions, query), positions),
@@ -133,12 +133,12 @@ def _make_rotary_mixin(turn: Turn) -> type:
 def _look_up_tables(
     rotary: RotaryEmbeddingBase, positions: torch.Tensor, query: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cosine and sine for each element in a head, [T, 1, R].
+    """Return the cosine and sine for each element of a head, [T, 1, R].
 
     `positions` is [T], or [D, T] for a multimodal embedding.
     """
     table = rotary._match_cos_sin_cache_dtype(query)
-    # Indexing would break a compiled graph (quirk C16).
+    # Indexing would split a compiled graph (quirk C16).
     found = table.index_select(0, positions.flatten())
     if positions.ndim == 2:
         assert isinstance(rotary, MRotaryEmbedding)
@@ -153,7 +153,7 @@ def _look_up_tables(
 
 
 def _select_sections(rotary: MRotaryEmbedding, found_DTC: torch.Tensor) -> torch.Tensor:
-    """Return the entries [T, C], taken for each channel from the position dimension that rotates it."""
+    """Return the table entries [T, C], using for each channel the position dimension that rotates it."""
     assert rotary.mrope_section is not None
     if rotary.mrope_interleaved:
         return apply_interleaved_rope(found_DTC, rotary.mrope_section)
@@ -162,8 +162,8 @@ def _select_sections(rotary: MRotaryEmbedding, found_DTC: torch.Tensor) -> torch
 
 
 def _compute_once_per_forward(key: Hashable, build: Callable[[], Any]) -> Any:
-    """Cache values shared by all layers in a forward pass. Computing them per layer would add 10% to a step's
-    launches."""
+    """Cache values that all layers share during a forward pass. Computing these values in each layer would add 10% to a
+    step's launches."""
     metadata = get_forward_context().attn_metadata if is_forward_context_available() else None
     calls = metadata.values() if isinstance(metadata, dict) else ()
     call = next((call for call in calls if isinstance(call, AttentionCall)), None)
@@ -177,7 +177,7 @@ def register_rotary(prefix: str, turn: Turn) -> None:
 
 
 def register_rotary_class(prefix: str, mixin: type, base: type[RotaryEmbeddingBase]) -> None:
-    """Combine `mixin` with `base` and each subclass that shares its rotation method, regardless of its table."""
+    """Register a combination of `mixin` and `base`, and one for each subclass that inherits its rotation method."""
     for cls in _list_subclasses(base):
         if cls.forward_native is base.forward_native:
             cls.register_oot(type(f"{prefix}{cls.__name__}", (mixin, cls), {}))

@@ -1,10 +1,10 @@
-"""Compiles a function in regions: it is traced once with fake tensors, cut at markers, and compiled region by region.
+"""Compiles functions in regions. Each function is traced once with fake tensors and split into regions at markers.
 
-A region is the list of operations between two markers, as an FX graph whose inputs are everything that it reads:
-arguments, weights, caches, and results from earlier regions. No Python runs in a region, so there are no guards or
+A region consists of the operations between two markers, as an FX graph whose inputs are all the tensors that it reads:
+arguments, weights, caches, and results of earlier regions. No Python code runs in a region, so there are no guards or
 graph breaks. Regions that apply the same operations to tensors with the same geometry, such as a model's layers, are
-compiled only once. Applying torch.compile to the function itself would guard every layer name and Python branch and
-compile every layer.
+compiled only once. With torch.compile, in contrast, there would be guards on every layer name and Python branch, and
+every layer would be compiled.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class _Step(NamedTuple):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     dead: tuple[int, ...]
-    """The numbers of the tensors that no later step reads."""
+    """The numbers of tensors that no later step reads."""
 
 
 class RegionCompiler:
-    """Compiles functions and reuses compiled code for regions with equal descriptions."""
+    """Compiles functions, and reuses compiled code for regions with equal descriptions."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class RegionCompiler:
         self._rewrites = rewrites or {}
         self._compiled: dict[Hashable, Callable[..., Sequence[Any]]] = {}
         self.functions: Counter[str] = Counter()
-        """The number of compilations for each function name, one per argument geometry."""
+        """The number of compilations for each function name, one per combination of argument shapes and strides."""
         self.traces_twice = False
         """Whether to trace twice and compare, because numbers that Python increments would be compiled as constants."""
         self._tracer: Tracer | None = None
@@ -66,7 +66,7 @@ class RegionCompiler:
         return len(self._compiled)
 
     def cut(self) -> None:
-        """End the current region at this point in the trace."""
+        """End the current region at this point of the trace."""
         if self._tracer is not None:
             self._tracer.cut()
 
@@ -149,7 +149,7 @@ class RegionCompiler:
 
 
 class CompiledFunction:
-    """A function compiled for one argument geometry, as a list of steps."""
+    """A function compiled for one combination of argument shapes and strides, as a list of steps."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class CompiledFunction:
         return self._sharing_outside(tensors) == self._sharing
 
     def _sharing_outside(self, tensors: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
-        """Return the number of a non-argument tensor with the same memory for each tensor, even after sleep mode."""
+        """For each tensor, return the number of a non-argument tensor in the same memory, even after sleep mode."""
         found = ((self._number_by_storage.get(storage), storage) for storage in map(_storage, tensors))
         return tuple(
             number if number is not None and _storage(self._outside[number]) == storage else None
@@ -218,7 +218,7 @@ def _form(segment: Segment, tracer: Tracer, inputs: Sequence[int], outputs: Sequ
 
 
 def _find_sharing(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """For each tensor, return the index of the first one with the same memory."""
+    """For each tensor, return the index of the first tensor in the same memory."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(_storage(tensor), index) for index, tensor in enumerate(tensors))
 

@@ -1,6 +1,6 @@
-"""Graphs and memory for devices that capture streams: one graph per set of tensor shapes and non-tensor arguments.
+"""Graphs and memory for devices that capture streams, with one graph per set of tensor shapes and non-tensor arguments.
 
-The runtime is the device's torch module, such as `torch.cuda`, or another module with the same interface.
+The runtime is the device's torch module, such as `torch.cuda`, or a module with the same interface.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Recorded(Protocol):
 class _Captured(NamedTuple):
     graph: Recorded
     inputs: list[list[torch.Tensor]]
-    """Buffers that the graph reads, grouped by device and dtype so that one copy can fill a whole group."""
+    """Buffers that the graph reads. Buffers with the same device and dtype form a group, which a single copy fills."""
     argument_indices: list[list[int]]
-    """Indices of the arguments that fill each group."""
+    """Indices of the arguments that are copied to each group."""
     result: Any
 
 
@@ -51,9 +51,9 @@ class Captures:
         """An empty graph that keeps the pool usable between engines, because a pool without graphs cannot be reused."""
 
     def buffer(self, index: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the buffer for argument `index`, shared by all graphs with the same tensor shape and dtype there.
+        """Return the buffer for argument `index`, which all graphs with the same tensor shape and dtype there share.
 
-        A device buffer is filled right before a graph runs, in stream order. A host buffer is filled immediately.
+        A device buffer is filled in stream order right before a graph runs. A host buffer is filled immediately.
         """
         key = index, like.shape, like.dtype, like.device
         if key not in self._buffers:
@@ -80,7 +80,7 @@ class Captures:
         return recorded
 
     def _give_back_cached(self) -> None:
-        """Free memory that torch cached in eager runs, which graphs cannot use."""
+        """Free the memory that torch cached in eager runs, because graphs cannot use it."""
         cached = self._runtime.memory_reserved() - self._runtime.memory_allocated()
         if cached > self._runtime.mem_get_info()[0]:
             self._runtime.empty_cache()
@@ -88,7 +88,7 @@ class Captures:
 
 @contextmanager
 def _pause_collector() -> Iterator[None]:
-    """Pause the garbage collector, because freeing an earlier engine's graph would make a capture fail."""
+    """Pause the garbage collector, because freeing a graph of an earlier engine would make the capture fail."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -117,17 +117,17 @@ class Graphed:
         return captured.result
 
     def _make(self, tensors: list[torch.Tensor], rest: Any) -> _Captured:
-        """Run the function eagerly once to compile its kernels and produce this call's result, then capture it.
+        """Run the function eagerly once to compile its kernels and get this call's result, and then capture it.
 
-        Capturing executes nothing. Side effects therefore happen only once, even if a graph is first needed while
-        serving requests.
+        Capturing does not execute the function. Side effects therefore happen only once, even if a graph is first
+        needed while serving requests.
         """
         buffers = [self._captures.buffer(i, tensor) for i, tensor in enumerate(tensors)]
         for buffer, tensor in zip(buffers, tensors, strict=True):
             buffer.copy_(tensor)
         arguments = rebuild(buffers, rest)
         first, form = flatten(self._function(*arguments))
-        # Keep results outside the graphs' shared memory: another graph may run before they are read.
+        # Keep results outside the memory that graphs share, because another graph may run before they are read.
         results = [tensor.clone(memory_format=torch.contiguous_format) for tensor in first]
         del first
 
@@ -150,7 +150,7 @@ class Graphed:
 
 class StreamGraphs(Graphs):
     def __init__(self, runtime: Any, captures: Captures) -> None:
-        # Run vLLM functions decorated with torch.compile eagerly, because they are part of the captured step.
+        # Run vLLM functions decorated with torch.compile eagerly, because they are captured as part of the step.
         torch.compiler.set_stance("force_eager")
         self._runtime = runtime
         self._captures = captures
@@ -160,7 +160,7 @@ class StreamGraphs(Graphs):
         return cast("Function", Graphed(function, self._captures))
 
     def warmed_up(self) -> None:
-        # Eager runs have left memory in torch's cache.
+        # Eager runs leave memory in torch's cache.
         self._runtime.empty_cache()
         self._captured_in_warmup = len(self._captures.names)
 
@@ -197,11 +197,10 @@ class StreamMemory(PairMemory):
         return int(free * utilization * (1 - reserve))
 
     def get_graph_reserve(self) -> float:
-        """Return the fraction of free memory reserved for graphs."""
         return 0.1
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
-        # Torch does not reuse pinned memory until its copy has finished.
+        # Torch does not reuse pinned memory before its copy has finished.
         return host.pin_memory().to(self.torch_device, non_blocking=True)
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -209,8 +208,8 @@ class StreamMemory(PairMemory):
 
     def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         self.num_host_syncs += 1
-        # Copy on the graphs' stream, before the next graph overwrites the tensor. Another stream would need a clone,
-        # which takes the device just as long and costs the host more.
+        # Copy on the graphs' stream, before the next graph overwrites the tensor. Copying on another stream would
+        # require a clone, which takes the device just as long and costs the host more time.
         host = self._host_buffer(tensor)
         host.copy_(tensor, non_blocking=True)
         done = self._runtime.Event()

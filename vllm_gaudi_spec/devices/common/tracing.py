@@ -1,4 +1,4 @@
-"""Records a function's operations by running it once on fake tensors."""
+"""Records the operations of a function by running it once with fake tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vllm_gaudi_spec.devices.common.arguments import find_tensors
 
 
 class NotCompilableError(RuntimeError):
-    """Raised for an operation that cannot be compiled or would be compiled incorrectly. The message shows the line."""
+    """Raised for an operation that cannot be compiled, or not correctly. The message shows the source line."""
 
 
 class Value(NamedTuple):
@@ -42,7 +42,7 @@ class Operation(NamedTuple):
     kwargs: Mapping[str, Any]
     """The arguments and keyword arguments, with `Value`s in place of tensors."""
     form: Hashable
-    """A description of the operation without its tensors. Operations that do the same thing have equal forms."""
+    """A description of the operation without its tensors. Operations that do the same thing have equal descriptions."""
     inputs: tuple[int, ...]
     """The input tensors' numbers, in order."""
     outputs: tuple[int, ...]
@@ -57,11 +57,11 @@ class Operation(NamedTuple):
 class Segment:
     operations: list[Operation] = field(default_factory=list)
     is_compiled: bool = True
-    """False for a single collective, which runs eagerly because compiled collectives sum incorrectly (quirk C23)."""
+    """False for a single collective, which runs eagerly because compiled collectives add up incorrectly (quirk C23)."""
 
 
 class Fakes:
-    """The fake tensors in one trace, indexed by number."""
+    """The fake tensors in a trace, indexed by number."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(static_shapes=True)
@@ -78,14 +78,14 @@ class Fakes:
         return self._get_number.get(id(fake))
 
     def get_geometry(self, number: int) -> tuple[Hashable, int]:
-        """Return a tensor's geometry and the ID of its memory."""
+        """Return a tensor's dtype, shape and strides, and the ID of its memory."""
         fake = self.values[number]
         geometry = fake.dtype, fake.shape, fake.stride(), fake.storage_offset(), fake.device
         return geometry, fake.untyped_storage()._cdata
 
     def add_result(self, result: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """Return the numbers assigned to a result's tensors and their positions, which are None if the result is a
-        single tensor."""
+        """Return the numbers and positions of the tensors in a result. Positions are None if the result is a single
+        tensor."""
         if isinstance(result, torch.Tensor):
             return (self._add_new(result),), None
         items = result if isinstance(result, (list, tuple)) else ()
@@ -111,7 +111,7 @@ class Tracer(TorchDispatchMode):
         self.fakes = Fakes()
         self._numbers_outside: dict[int, int] = {}
         self.outside: dict[int, torch.Tensor] = {}
-        """Maps numbers to tensors that are neither arguments nor results."""
+        """Maps numbers to real tensors that are neither arguments nor results."""
         self.segments = [Segment()]
 
     def get_number(self, tensor: torch.Tensor) -> int:
@@ -133,7 +133,7 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # queries such as a tensor's device, which compute nothing
+        if func.namespace == "prim":  # queries, such as for a tensor's device, which compute nothing
             if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
                 return args[0].fake_device
             with self.fakes.mode:
@@ -199,16 +199,16 @@ def _can_decompose(func: Any) -> bool:
 
 
 class _Note:
-    """Splits an operation's arguments into tensors and a remainder."""
+    """Splits an operation's arguments into tensors and the remaining arguments."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._get_number = tracer.get_number
         self.form: list[Hashable] = []
-        """The non-tensor arguments in order, made comparable so that 0.0 differs from -0.0, 1 differs from True, and
-        NaN equals NaN."""
+        """The non-tensor arguments in order, converted so that 0.0 differs from -0.0, 1 differs from True, and NaN
+        equals NaN."""
         self.inputs: list[int] = []
         self.others: list[Any] = []
-        """Arguments that a graph cannot hold."""
+        """Arguments that cannot be stored in a graph."""
 
     def of(self, value: Any) -> Any:
         """Return `value` with `Value`s in place of tensors, and record the tensors and other arguments."""
@@ -226,26 +226,26 @@ class _Note:
             return items if isinstance(value, list) else tuple(items)
         elif isinstance(value, float):
             self.form.append((float, value.hex()))
-        elif isinstance(value, (int, str)):  # booleans and enumerations
+        elif isinstance(value, (int, str)):  # also booleans and enumerations
             self.form.append((kind, value))
         else:
-            # Communication library objects differ from trace to trace.
+            # These objects of the communication library differ between traces.
             self.form.append(kind)
             self.others.append(value)
         return value
 
 
 def _fake_collective(func: Any, args: Any) -> Any:
-    """Return a collective's result: the modified tensors, which are its first argument, and a handle to wait on."""
+    """Return what a collective returns: the modified tensors, which are its first argument, and a handle to wait on."""
     work = FakeWork().boxed()
     return (args[0], work) if len(func._schema.returns) == 2 else work
 
 
-# Argument types for which equal values can be used as the same constant in a graph.
+# Types of arguments whose equal values can be stored in a graph as the same constant.
 _PRINTABLE = frozenset({int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 _emulator = find_spec("card_emulator")
-# Files whose frames are skipped: torch and the parts of it that an emulated card replaces.
+# Files whose frames are skipped: torch, and the files with which an emulated card replaces parts of torch.
 _SKIPPED = (
     os.path.dirname(torch.__file__) + os.sep,
     *([os.path.dirname(_emulator.origin) + os.sep] if _emulator is not None and _emulator.origin else []),
@@ -257,7 +257,7 @@ _SKIPPED = (
 
 
 def _find_source() -> str:
-    """Return the source line that issued an operation: the innermost one outside torch and this file."""
+    """Return the source line that issued an operation, which is the innermost line outside torch and this file."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         frame = frame.f_back
@@ -265,7 +265,7 @@ def _find_source() -> str:
 
 
 def fill_in(value: Any, by_number: Sequence[Any] | Mapping[int, Any]) -> Any:
-    """Replace each `Value` in nested lists, tuples, and dicts with the item that has its number."""
+    """Replace each `Value` in nested lists, tuples, and dicts with the item that has the same number."""
     if isinstance(value, Value):
         return by_number[value.number]
     if isinstance(value, (list, tuple)):

@@ -41,7 +41,7 @@ def make_backend() -> DeviceBackend:
     has_kernel = hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
     if torch.cpu._is_amx_tile_supported():
         # A process has to request AMX tiles from Linux, as oneDNN does before its first matmul. vLLM's bfloat16
-        # attention does not request them, and the process died of SIGILL when attention ran first.
+        # attention does not do so, and without this call, a process that ran attention first was killed by SIGILL.
         torch.cpu._init_amx()
     traits = DeviceTraits(
         name="cpu",
@@ -60,7 +60,7 @@ def make_backend() -> DeviceBackend:
         takes_cpu_weights=True,
         sleeps=True,
         updates_weights=True,
-        # The CPU does not compile shapes. Running small ones warms caches and exposes defects early.
+        # The CPU does not compile graphs for shapes. Running small shapes warms up caches and reveals errors early.
         warmup_tokens=16,
     )
     return DeviceBackend(
@@ -76,7 +76,7 @@ class CpuMemory(Memory):
         return allocate_kv_cache(kv_cache_config, _DEVICE, layout)
 
     def release(self, tensors: Iterable[torch.Tensor], *, keep: bool) -> Callable[[], None]:
-        # All layers' KV caches are views of one storage.
+        # The KV caches of all layers are views of one storage.
         found = {} if keep else {storage._cdata: storage for storage in map(torch.Tensor.untyped_storage, tensors)}
         sizes = [(storage, storage.nbytes()) for storage in found.values()]
         for storage, _ in sizes:
@@ -112,10 +112,10 @@ class CpuAttention(Attention):
         return supported
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replace non-finite elements in place with one operation.
+        """Replace non-finite elements in place with a single operation.
 
-        More operations would slow a small model's steps by a few percent. Large finite elements may remain, because
-        kernels overwrite masked scores and models skip padding on this device.
+        Additional operations would slow a small model's steps by a few percent. Large finite elements may remain,
+        because kernels overwrite masked scores and models skip padding on a CPU.
         """
         is_expanded = 0 in tensor.stride()
         return (torch.nan_to_num if is_expanded else torch.nan_to_num_)(tensor, nan=0.0, posinf=0.0, neginf=0.0)
@@ -138,7 +138,7 @@ class CpuAttention(Attention):
         rows = call.plan(("rows", spec.is_causal), lambda: _build_rows(call, spec))
         attended_THD = _attend(query_THD, keys, values, rows, call, spec)
         if call.spans is not None:
-            # Compute attention again, treating each span as a row whose queries attend to all of the span's keys.
+            # Compute attention again for spans, treating each span as a row whose queries attend to all of its keys.
             assert call.spans.rows is not None
             of_spans = call.spans.rows
             index_T, spans = call.plan("spans", lambda: _build_span_rows(of_spans, call, rows.query_starts))
@@ -163,7 +163,7 @@ class CpuWeights(Weights):
         cpu_linear.repack(model, dropped=dropped)
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Log the weight copies that were packed while the model was loaded (devices/cpu/platform.py)."""
+        """Log which weights were copied while the model was loaded (devices/cpu/platform.py)."""
         cpu_linear.log_copies(model)
 
 
@@ -181,11 +181,11 @@ class _Rows(NamedTuple):
     key_ends: torch.Tensor
     tables: torch.Tensor
     is_causal: bool = True
-    """If False, each query attends to all keys or, with a window, to as many later keys as earlier ones."""
+    """If False, each query attends to all keys or, with a window, to equally many earlier and later keys."""
 
 
 def _build_rows(call: AttentionCall, spec: AttentionLayerSpec) -> _Rows:
-    if call.packed is None:  # either all tokens or no tokens are real
+    if call.packed is None:  # either all tokens are real or none are
         starts = torch.arange(call.num_rows + 1, dtype=torch.int32) * call.num_queries
         return _Rows(starts, call.starts_B + call.num_queries, call.block_table_BW, spec.is_causal)
     counts_B = call.packed.num_real_B
@@ -193,7 +193,7 @@ def _build_rows(call: AttentionCall, spec: AttentionLayerSpec) -> _Rows:
 
 
 def _build_span_rows(spans: SpanRows, call: AttentionCall, query_starts: torch.Tensor) -> tuple[torch.Tensor, _Rows]:
-    """Return the int64 indices of the queries inside spans, and the spans as rows that contain only these queries."""
+    """Return the int64 indices of the queries inside spans, and one row per span with only these queries."""
     rows_S, firsts_S, lasts_S = spans
     first_queries_S = torch.maximum(firsts_S, call.starts_B.index_select(0, rows_S))
     counts_S = lasts_S + 1 - first_queries_S
@@ -260,5 +260,5 @@ def _get_window(spec: AttentionLayerSpec) -> int:
 
 
 def _choose_instruction_set(spec: AttentionLayerSpec) -> str:
-    """Return the vector instruction set that vLLM chooses for this layer."""
+    """Return the vector instruction set that vLLM selects for this layer."""
     return choose_instruction_set(spec.dtype, spec.block_size, spec.head_size)

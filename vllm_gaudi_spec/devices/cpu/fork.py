@@ -1,11 +1,12 @@
-"""Decides whether to fork the engine process. This halves its start time, because a spawned process imports vLLM again.
+"""Decides whether to fork the engine process. This halves the start time, because a spawned process imports vLLM again.
 
-GNU OpenMP does not survive a fork once its threads exist: the child's first parallel loop waits for threads that it
-does not have. Whether they exist cannot be detected from outside, so a child is forked and asked to compute something.
+GNU OpenMP does not survive a fork once its threads exist: the child's first parallel loop waits for threads that exist
+only in the parent. There is no way to query whether these threads exist, so a child is forked to try a computation.
 
-Intel's OpenMP survives a fork but binds the child's first thread to the first core. This is faster for a single rank.
-Several ranks would compete for that core, so they are spawned instead. A forked process keeps its parent's libraries.
-An `LLM(...)` engine therefore uses Intel's OpenMP only if its script was started with it or if the engine is spawned.
+Intel's OpenMP survives a fork but binds the child's first thread to the first core. Binding is faster for a single
+rank, but several ranks would compete for that core, so they are spawned instead. A forked process uses the libraries
+that its parent has loaded. An `LLM(...)` engine therefore uses Intel's OpenMP only if the script was started with it or
+if the engine is spawned.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 _PATIENCE_S = 2.0
-# The number of elements is large enough for torch to split the work across threads.
+# With this many elements, torch splits the work across threads.
 _ELEMENTS = 1 << 20
 
 _has_threads = False
-"""Whether a child timed out. OpenMP's threads live as long as the process, so later children would also time out."""
+"""Whether a child timed out. OpenMP threads live as long as the process, so later children would also time out."""
 
 
 def start_method(num_ranks: int) -> str:
@@ -42,14 +43,14 @@ def start_method(num_ranks: int) -> str:
 
 
 def _has_intels_openmp() -> bool:
-    """Whether Intel's OpenMP is loaded in this process and would therefore be loaded in a forked one."""
+    """Whether this process has loaded Intel's OpenMP, which a forked process would then use as well."""
     return hasattr(ctypes.CDLL(None), "kmp_get_blocktime")
 
 
 def _forked_child_can_compute() -> bool:
     child = os.fork()
     if child == 0:
-        # Whatever happens, the child must not return into the code that forked it.
+        # Under no circumstances may the child return into the code that forked it.
         try:
             torch.ones(_ELEMENTS).exp_()
             os._exit(0)

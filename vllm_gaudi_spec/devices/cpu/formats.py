@@ -1,7 +1,7 @@
-"""Determines which weight formats this CPU supports by trying a small layer in each format before loading anything.
+"""Determines which weight formats this CPU supports by running a small layer in each format before loading a model.
 
-vLLM chooses kernels while it creates layers and does not notice some missing kernels until the first forward pass. Its
-AVX-512 CPU build has more kernels than its AVX2 build, and no table lists them.
+vLLM chooses kernels while it creates layers but detects some missing kernels only in the first forward pass. Its
+AVX-512 build for CPUs has more kernels than its AVX2 build, and no table lists these kernels.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# vLLM's parameters ask for their rank in a group, but no groups exist yet.
+# vLLM's parameters query their rank in a group, but groups do not exist yet.
 _ALONE = SimpleNamespace(rank_in_group=0, world_size=1)
-# A multiple of every format's group and block sizes.
+# A multiple of the group and block sizes of all formats.
 _SIZE = 256
-# Layers that nearly every model has, for use when the checkpoint is not on this machine.
+# Layers that exist in nearly every model, used if the checkpoint is not on this machine.
 _LAYERS = ("model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj")
-# Suffixes of tensor names in layers with quantized weights.
+# Suffixes of tensor names that identify layers with quantized weights.
 _QUANTIZED = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight")
 
 
@@ -68,7 +68,7 @@ class _Called(TorchDispatchMode):
 
 
 def _find_slow_product(names: set[str]) -> str | None:
-    """Return an operation in `names` for which the CPU has no instructions and only a slow fallback, or None."""
+    """Return an operation in `names` that runs only a slow fallback on this CPU, for lack of instructions, or None."""
     # Torch's `_scaled_mm` (aten/src/ATen/native/Blas.cpp) leaves FP8 to oneDNN on CPUs with AMX. oneDNN 3.12 has a
     # kernel for AMX-FP16 and later (`check_isa_with_datatype` in src/cpu/x64/matmul/brgemm_matmul_utils.cpp; its
     # AVX10.2 condition is reached only with AMX). Otherwise, torch and oneDNN copy the operands: a matmul took 10 to 70
@@ -83,7 +83,7 @@ def _find_slow_product(names: set[str]) -> str | None:
 
 
 def _find_quantized_layers(folder: Path) -> tuple[str, ...]:
-    """Return the first quantized attention layer and the first other quantized layer in the first file that has any."""
+    """Return the first quantized attention layer and the first other quantized layer, from the first file with any."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, "pt") as opened:
@@ -99,7 +99,7 @@ def _find_quantized_layers(folder: Path) -> tuple[str, ...]:
 
 @torch.inference_mode()
 def _compute(vllm_config: VllmConfig, model: ModelConfig, name: str) -> None:
-    """Run one matmul with an all-zero layer."""
+    """Run one matmul in an all-zero layer."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
     from vllm_gaudi_spec.upstream.layers import ReplicatedLinear

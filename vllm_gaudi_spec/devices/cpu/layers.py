@@ -1,4 +1,4 @@
-"""Replaces vLLM's CPU layers with vLLM's own C++ norms and rotary embedding and with a gated activation.
+"""Replaces vLLM's CPU layers with its C++ norms and rotary embeddings, and with a smaller gated activation.
 
 Importing this module registers the replacements.
 """
@@ -14,8 +14,8 @@ from vllm_gaudi_spec.upstream.layers import RotaryEmbedding, SiluAndMul
 PROVIDER = "vgs_cpu"
 
 
-# vLLM leaves norms to its compiler and never calls its norm kernels in eager steps. One call takes 4 us, compared with
-# 34 us for seven small tensor operations. A step of a 30-layer model has 61 norms.
+# vLLM leaves norms to its compiler, so eager steps never call its norm kernels. A kernel call takes 4 us, whereas seven
+# small tensor operations take 34 us. A step of a 30-layer model computes 61 norms.
 def _norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
     out = torch.empty_like(x)
     torch.ops._C.rms_norm(out, x, weight, epsilon)
@@ -42,8 +42,8 @@ layers.register_norms(
 class _ContiguousHeads:
     """Mixin for vLLM classes that rotate queries and keys in the same way as `RotaryEmbedding`.
 
-    The kernel (csrc/cpu/pos_encoding.cpp in vLLM 0.32) assumes that the last dimension holds all of a token's heads and
-    that the stride of the dimension before it separates tokens. Given queries [T, H, D], as LFM2 passes them, it
+    The kernel (csrc/cpu/pos_encoding.cpp in vLLM 0.32) assumes that the last dimension contains all heads of a token
+    and that the stride of the preceding dimension separates tokens. With queries [T, H, D], as LFM2 passes them, it
     silently rotates the wrong elements by the wrong positions, and vLLM's own CPU platform returns wrong text.
     """
 
@@ -60,11 +60,11 @@ layers.register_rotary_class("Cpu", _ContiguousHeads, RotaryEmbedding)
 
 @SiluAndMul.register_oot
 class CpuSiluAndMul(SiluAndMul):
-    """The gated activation with a single temporary tensor.
+    """The gated activation, implemented with a single temporary tensor.
 
-    vLLM's version creates two. For a prompt, these are large and newly mapped every time, and their page faults cost
-    more than the multiplication. For 1,024 tokens with 4,864 channels each, one thread took 8.9 ms with two tensors,
-    6.7 ms with one, and 16.7 ms with vLLM's C++ kernel.
+    vLLM's version creates two temporary tensors. For a prompt, these are large and newly mapped each time, and their
+    page faults take longer than the multiplication. For 1,024 tokens with 4,864 channels each, one thread took 8.9 ms
+    with two tensors, 6.7 ms with one, and 16.7 ms with vLLM's C++ kernel.
     """
 
     def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""Linear layers on the CPU: each weight's storage format and the library kernel that multiplies by it.
+"""Linear layers on the CPU: the storage format of each weight, and the library kernel that multiplies by the weight.
 
-A step with few tokens reads every weight once, so its cost depends on the number of bytes read. Weights from bfloat16
+A step with few tokens reads every weight once, so its time depends on the number of bytes read. Weights from bfloat16
 and float16 checkpoints are exact in float16, up to a power-of-two scale for the whole matrix. FBGEMM multiplies float32
-activations by float16 weights, which halves the bytes and adds no rounding. Steps with few tokens use such a copy.
-Steps with many tokens are compute-bound, and oneDNN's float32 kernel is faster for them
+activations by float16 weights, which halves the bytes and adds no rounding. Steps with few tokens use such a float16
+copy. Steps with many tokens are compute-bound, so they use oneDNN's float32 kernel, which is then faster
 (benchmarks/results/small_gemm_cpu.json).
 """
 
@@ -20,17 +20,17 @@ from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.config import FLOAT16, FLOAT32, Options, UnsupportedConfigError
+from vllm_gaudi_spec.config import FLOAT16, FLOAT32, Options, UnsupportedConfigError, format_size
 from vllm_gaudi_spec.quantization.config import get_cpu_weights
 from vllm_gaudi_spec.upstream.layers import LinearBase, ParallelLMHead, VocabParallelEmbedding
 
 logger = init_logger(__name__)
 
-# Up to this many rows, the float16 kernel is faster, both with AVX2 and with AVX-512.
+# Up to this number of rows, the float16 kernel is faster with both AVX2 and AVX-512.
 FEW_ROWS = 24
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Takes the same arguments as vLLM's function: input, the layer's weight (empty if it was packed), and bias."""
+"""Takes the arguments of vLLM's function: the input, the layer's weight (empty if it was packed), and the bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,14 @@ class Float16Linear:
 
     @classmethod
     def of(cls, weight_NK: torch.Tensor, scale: float) -> Float16Linear:
-        """Convert a weight divided by `scale`, rounding values that float16 cannot represent."""
+        """Convert a weight divided by `scale`. Values that float16 cannot represent are rounded."""
         scaled_NK = weight_NK if scale == 1 else weight_NK / scale
         packed = torch.ops.quantized.linear_prepack_fp16(scaled_NK, None)
         return cls(packed, None if scale == 1 else scale, weight_NK.numel() * 2)
 
     @classmethod
     def exact(cls, weight_NK: torch.Tensor) -> Float16Linear | None:
-        """Convert a weight without rounding, or return None if float16 cannot represent it or has no kernel."""
+        """Convert a weight without rounding, or return None if that is impossible or float16 has no kernel."""
         scale = _find_exact_scale(weight_NK) if has_float16_kernel() else None
         return None if scale is None else cls.of(weight_NK, scale)
 
@@ -70,11 +70,11 @@ class ByRows:
 
 
 class Float32Logits:
-    """A bfloat16 or float16 output matrix that produces float32 logits.
+    """An output matrix in bfloat16 or float16 that produces float32 logits.
 
-    A 16-bit kernel would round logits to multiples of up to 0.125 and often make the two best ones equal. For few rows,
-    an exact float16 copy is used. For many rows, slices of the weight are converted to float32 one after another.
-    oneDNN may multiply them in bfloat16, which is exact for values that were originally bfloat16.
+    A 16-bit kernel would round logits to multiples of up to 0.125, which would often make the two best logits equal.
+    Few rows use an exact float16 copy of the weight. For many rows, slices of the weight are converted to float32 in
+    turn. oneDNN may multiply the slices in bfloat16, which is exact for values that were originally bfloat16.
     """
 
     def __init__(self, weight_NK: torch.Tensor) -> None:
@@ -91,13 +91,13 @@ class Float32Logits:
         return out if bias is None else out.add_(bias)
 
 
-# The number of weight elements converted at a time. Larger slices do not stay in a core's cache.
+# The number of weight elements converted at a time. Larger slices do not fit in a core's cache.
 _SLICE_NUMBERS = 1 << 22
 
 
 @contextmanager
 def _fast_float32(dtype: torch.dtype) -> Iterator[None]:
-    """Let oneDNN convert float32 operands that hold `dtype` values to bfloat16, if the conversion is exact."""
+    """Let oneDNN convert float32 operands that contain `dtype` values to bfloat16, if the conversion is exact."""
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     if dtype == torch.bfloat16:
@@ -113,13 +113,13 @@ def _is_float16(weight: torch.Tensor) -> bool:
 
 
 def _choose_power_of_two(weight: torch.Tensor) -> float:
-    """Return the power of two that scales a matrix's largest element to just below float16's maximum."""
+    """Return the power of two that scales the largest element of a matrix to just below float16's maximum."""
     _, exponent = torch.frexp(weight.abs().amax())
     return 2.0 ** (int(exponent) - 15)
 
 
 def _find_exact_scale(weight: torch.Tensor) -> float | None:
-    """Return a power of two such that the matrix divided by it is exact in float16, or None if there is none."""
+    """Return a power of two by which the matrix can be divided to become exact in float16, or None if there is none."""
     if _is_float16(weight):
         return 1.0
     scale = _choose_power_of_two(weight)
@@ -138,11 +138,11 @@ def refuse_missing_kernel(options: Options) -> None:
 
 
 _LINEAR = "gaudi_spec_linear"
-"""The attribute that stores the `Linear` on a weight shared by two layers. The weight does not change afterwards."""
+"""The attribute in which a weight stores its `Linear`, for weights that two layers share. It must not change later."""
 
 
 def _choose_on_first_call(make: Callable[[], Linear]) -> Linear:
-    """Defer the kernel choice for embedding tables, which most models never use in a matmul."""
+    """Choose the kernel at the first call, because most models never use an embedding table in a matmul."""
     chosen = cache(make)
     return lambda x, weight, bias: chosen()(x, weight, bias)
 
@@ -150,15 +150,15 @@ def _choose_on_first_call(make: Callable[[], Linear]) -> Linear:
 class _State:
     keeps_weights = False
     num_threads: int | None = None
-    """Torch's thread count when this process packed its first weight."""
+    """Torch's thread count at the time when this process packed its first weight."""
 
 
 def _keep_num_threads() -> None:
-    """Reset torch's thread count to its value when the first weight was packed.
+    """Restore torch's thread count to its value when the first weight was packed.
 
-    oneDNN chooses a packed layout based on the thread count, whereas vLLM's wrapper caches compiled kernels by weight
-    shape alone, for the whole process. A second weight with the same shape but another layout would be read as noise. A
-    multi-rank engine sets the count to one in the process that creates it, which may later create another engine.
+    oneDNN chooses a packed layout that depends on the thread count, whereas vLLM's wrapper caches compiled kernels per
+    process by weight shape alone. A second weight with the same shape but another layout would therefore be misread. A
+    multi-rank engine sets the thread count of its process to one, and that process may create another engine later.
     """
     found = torch.get_num_threads()
     if _State.num_threads is None:
@@ -175,7 +175,7 @@ def _keep_num_threads() -> None:
 
 @contextmanager
 def keep_unpacked() -> Iterator[None]:
-    """Leave the weights of models loaded in this context unpacked, for later conversion."""
+    """Leave weights that are loaded in this context unpacked, so that they can be converted later."""
     _State.keeps_weights = True
     try:
         yield
@@ -184,9 +184,9 @@ def keep_unpacked() -> Iterator[None]:
 
 
 def pack(original: Callable[..., None], layer: LinearBase | VocabParallelEmbedding, remove_weight: bool) -> None:
-    """Choose the kernel for a newly loaded layer instead of vLLM's function `original`.
+    """Choose the kernel for a newly loaded layer. This function replaces vLLM's function, `original`.
 
-    If `remove_weight` is set, nothing else reads the weight. Embedding tables keep their weights for token lookup.
+    If `remove_weight` is set, the original weight is no longer needed. Embedding tables keep theirs for token lookup.
     """
     weight = layer.weight
     if _State.keeps_weights:
@@ -226,7 +226,7 @@ def _choose(
         return Float16Linear.of(weight, _find_exact_scale(weight) or _choose_power_of_two(weight))
     few = Float16Linear.exact(weight)
     chosen = getattr(layer, "cpu_linear", None)
-    # vLLM keeps the weight if it has no kernel that packs it.
+    # vLLM keeps the weight if it has no kernel for packing it.
     original(layer, remove_weight)
     many: Linear = layer.cpu_linear
     if chosen is not None:
@@ -235,13 +235,13 @@ def _choose(
 
 
 def repack(model: nn.Module, *, dropped: bool) -> None:
-    """Repack embeddings and output matrices after an update, or free all packed weights if `dropped` is set.
+    """Repack embeddings and output matrices after a weight update, or free all packed weights if `dropped` is set.
 
-    vLLM packs the weights that it loads, except for an output matrix that is tied to the embeddings.
+    vLLM packs the weights that it loads, except for an output matrix tied to the embeddings.
     """
     tables = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
     for layer in tables:
-        vars(layer.weight).pop(_LINEAR, None)  # clear all tables before packing a shared weight
+        vars(layer.weight).pop(_LINEAR, None)  # clear it on all tables before packing a weight that they share
     for layer in () if dropped else tables:
         layer.quant_method.process_weights_after_loading(layer)
     for module in model.modules() if dropped else ():
@@ -253,9 +253,7 @@ def log_copies(model: nn.Module) -> None:
     copies = [few.nbytes for linear in linears.values() if (few := getattr(linear, "few", None)) is not None]
     if copies:
         logger.info(
-            "%d of %d weight matrices are exact in float16; their copies of %.2f GiB serve steps of up to %d tokens.",
-            len(copies),
-            len(linears),
-            sum(copies) / 2**30,
-            FEW_ROWS,
+            "Steps with up to %d tokens run faster with exact float16 copies of %d of the %d weight matrices. "
+            "To save the %s that the copies take, set cpu_weights to float32 in additional_config.gaudi_spec.",
+            *(FEW_ROWS, len(copies), len(linears), format_size(sum(copies))),
         )

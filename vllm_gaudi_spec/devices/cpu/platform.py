@@ -30,11 +30,11 @@ _CPU_RAY_EXECUTOR = "vllm_gaudi_spec.devices.cpu.ray.CpuRayExecutor"
 class CpuSpecPlatform(SpecPlatform, CpuPlatform):
     """The CPU platform.
 
-    It derives from vLLM's CPU platform, because vLLM checks `is_cpu()` before it packs linear weights for oneDNN, uses
-    its C++ kernels for activations, rotary embeddings, and MoE, or calls accelerator functions.
+    This class derives from vLLM's CPU platform, because vLLM checks `is_cpu()` before it packs linear weights for
+    oneDNN, uses its C++ kernels for activations, rotary embeddings, and MoE, or calls accelerator functions.
     """
 
-    # A step's operations are too small to benefit from compiled helpers, and Inductor takes seconds.
+    # Operations in a step are too small to benefit from compiled helpers, and Inductor takes seconds to compile them.
     simple_compile_backend = "eager"
     ray_device_key = "CPU"
 
@@ -81,15 +81,15 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        """No-op: the kernels that vLLM overrides here belong to its runner and sampler, which are not used.
+        """No-op: the kernels that vLLM overrides here belong to its own runner and sampler, which are not used.
 
-        vLLM's version searches all modules and fails with an AttributeError on llvmlite's functions, which Kimi Linear
+        vLLM's version searches all modules and fails with an AttributeError on llvmlite functions, which Kimi Linear
         imports.
         """
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        # Each worker calls this before it loads a model.
+        # Each worker calls this method before it loads a model.
         super().import_ir_kernels()
         from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
 
@@ -99,7 +99,7 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
-        # CpuPlatform does not set the block size; the attention backend determines ours.
+        # CpuPlatform does not set the block size; our attention backend determines it.
         Platform.update_block_size_for_backend.__func__(cls, vllm_config)
 
 

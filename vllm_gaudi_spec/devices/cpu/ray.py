@@ -1,7 +1,7 @@
 """Ray executor for CPU ranks on one or more machines.
 
-vLLM's executor counts GPUs. A CPU rank has none and reserves one CPU on its Ray node instead, regardless of how many
-threads it uses.
+vLLM's executor counts GPUs, which a CPU rank does not have. Instead, each rank reserves one CPU on its Ray node,
+regardless of how many threads it uses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class CpuRayWorker(RayWorkerProc):
 
 
 class CpuRayExecutor(RayExecutorV2):
-    """vLLM's Ray executor without GPUs."""
+    """vLLM's Ray executor, adapted to ranks without GPUs."""
 
     def _init_executor(self) -> None:
         with upstream.ray_workers(CpuRayWorker):
@@ -30,5 +30,5 @@ class CpuRayExecutor(RayExecutorV2):
 
     @staticmethod
     def _get_actor_resource_kwargs() -> dict[str, Any]:
-        # vLLM's placement group reserves the rank's CPU.
+        # vLLM's placement group reserves one CPU for the rank.
         return {"num_gpus": 0}

@@ -1,7 +1,7 @@
-"""Sampling on a CPU: the functions in `sampling/`, vectorized and limited to the work that each row needs.
+"""Sampling on a CPU, with vectorized versions of the functions in `sampling/` that do only the work each row needs.
 
-NumPy finds maxima with vector instructions, whereas PyTorch does not. N: positions. V: vocabulary size. C: number of
-best tokens at a position.
+NumPy finds maxima with vector instructions; PyTorch does not. N: positions. V: vocabulary size. C: number of best
+tokens considered at a position.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 _NEG_INF = np.float32(-np.inf)
 _LISTS = (1024, 16384)
-"""The numbers of best tokens to try before sorting all tokens. For most positions, the first number is enough."""
+"""The numbers of best tokens to try before sorting all tokens. The first number is enough for most positions."""
 _FEW = 8
-"""Compute noise only for the remaining tokens if at most one in this many remains. Finding them also takes time."""
+"""Compute noise for the remaining tokens only if at most one in this many tokens remains. Finding them takes time."""
 
 
 def sample_greedy(logits_BQV: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ def sample_random(
     positions_BQ: torch.Tensor,
     stream: Stream = Stream.TARGET,
 ) -> torch.Tensor:
-    """Sample with noise only for the tokens that remain after filtering, which are usually few."""
+    """Sample with noise for only the tokens that remain after filtering, which are usually few."""
     num_rows, num_positions, vocab = logits_BQV.shape
     logits_NV = logits_BQV.reshape(-1, vocab).numpy()
     which = np.flatnonzero(logits_NV > _NEG_INF)
@@ -60,7 +60,7 @@ def sample_random(
     starts_N = np.concatenate(([0], counts_N.cumsum()[:-1]))
     best_N = np.maximum.reduceat(scores_T, starts_N)
     tokens_T = np.where(scores_T == best_N[row_T], token_T, vocab)
-    sampled_N = np.minimum(np.minimum.reduceat(tokens_T, starts_N), vocab - 1)  # limited in case a score is NaN
+    sampled_N = np.minimum(np.minimum.reduceat(tokens_T, starts_N), vocab - 1)  # clamped in case a score is NaN
     return torch.from_numpy(sampled_N.reshape(num_rows, num_positions)).int()
 
 
@@ -87,7 +87,7 @@ def filter_logits(
     longest: int = 0,
     num_sampling_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Filter using only the best tokens at each position if they suffice; otherwise sort all tokens."""
+    """Filter using only the best tokens at each position if that is enough; otherwise, sort all tokens."""
     num_rows, num_positions, vocab = logits_BQV.shape
     logits_NV = logits_BQV.reshape(-1, vocab)
 
@@ -126,7 +126,7 @@ def _select_rows(logits_NV: torch.Tensor, which: np.ndarray) -> torch.Tensor:
 
 
 def _find_floors(logits_NV: torch.Tensor, asked: _Asked, vocab: int) -> np.ndarray:
-    """Return the smallest logit kept in each row, float32 [N]."""
+    """Return the smallest logit that each row keeps, float32 [N]."""
     is_searched_N = (asked.top_k_N < vocab) | (asked.top_p_N < 1)
     floor_N = np.full(len(logits_NV), _NEG_INF)
     if len(which := np.flatnonzero(~is_searched_N & (asked.min_p_N > 0))):
@@ -142,7 +142,7 @@ def _find_floors(logits_NV: torch.Tensor, asked: _Asked, vocab: int) -> np.ndarr
 
 
 def _find_floors_in_list(logits_NV: torch.Tensor, asked: _Asked, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the floors derived from the `length` best logits and whether these logits suffice for each row."""
+    """Return the floors computed from the `length` best logits, and whether these logits are enough for each row."""
     vocab = logits_NV.shape[1]
     values_NV = logits_NV.numpy()
     if length < vocab:
@@ -154,7 +154,7 @@ def _find_floors_in_list(logits_NV: torch.Tensor, asked: _Asked, length: int) ->
     top_k_N1 = asked.top_k_N[:, None]
     kth_N1 = np.take_along_axis(best_NC, np.minimum(top_k_N1, length) - 1, axis=-1)
     floor_N1 = np.where(top_k_N1 < vocab, np.maximum(floor_N1, kth_N1), floor_N1)
-    # The list has all logits above its last one, but possibly not all logits equal to it.
+    # The list contains all logits above its last one, but possibly not all logits equal to the last one.
     is_whole_N = (floor_N1[:, 0] > best_NC[:, -1]) | (length == vocab)
     with np.errstate(over="ignore", invalid="ignore"):
         weights_NC = np.where(best_NC >= floor_N1, np.exp(best_NC - peak_N1), 0)

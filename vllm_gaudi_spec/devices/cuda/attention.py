@@ -1,9 +1,9 @@
-"""Paged attention on a GPU: one Triton kernel for decodes, verify steps, and prompt chunks not handled by prompts.py.
+"""Paged attention on a GPU: one Triton kernel for decodes, verify steps, and chunks that prompts.py does not handle.
 
 B rows with Q queries each; H query heads in K groups of G, one group per KV head; D head size; T = B * Q. The Q * G
-queries in a row that share a KV head are the lanes of a tile, so that each key is read once for all of them. If rows
-and heads alone would not fill the GPU, keys are split across program instances. The number of splits depends on tensor
-shapes rather than lengths, so that one captured launch works for every step.
+queries in a row that share a KV head are the lanes of a tile, so that each key is read once for all of them. If the GPU
+would not be full with one program instance per row and head, keys are split across several instances. The number of
+splits depends on tensor shapes and not on lengths, so that one captured launch works for every step.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 # The number of program instances that keeps a large GPU busy: four for each of an H200's multiprocessors. With more
-# splits, combining the partial results costs more than it saves.
+# splits, combining the partial results takes more time than splitting saves.
 _BUSY = 528
-# With this many instances and contexts this short, splitting the keys costs more than it saves.
+# With this many instances and contexts this short, splitting keys takes more time than it saves.
 _FULL, SHORT = 192, 1024
-# With this many instances, each has its own multiprocessor. With many lanes per tile, combining additional partial
-# results costs more than it saves.
+# With this many instances, each has a multiprocessor of its own. With many lanes per tile, combining more partial
+# results takes more time than splitting saves.
 _ONE_EACH = 128
 MOST_SPLITS = 32
 _KEY_TILE_BYTES = 16 << 10
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# The score of a masked key. It is finite, because inf - inf would produce NaN for a query without keys in a tile.
+# The score of a masked key. It is finite, because inf - inf would be NaN for a query without visible keys in a tile.
 LOWEST = tl.constexpr(-1e30)
 _LARGEST = tl.constexpr(operations.LARGEST)
 
@@ -44,14 +44,14 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
     tile_m = min(max(triton.next_power_of_2(lanes), 16), 128 if tile_d <= 128 else 64)
     tile_n = choose_key_tile(spec.block_size, tile_d * keys.element_size())
     tiles = triton.cdiv(lanes, tile_m)
-    # With smaller heads, each instance has less work.
+    # With smaller heads, each instance has less work to do.
     busy = _BUSY * max(128 // tile_d, 1) if tiles == 1 else _ONE_EACH
     splits = num_splits(busy, tiles * spec.num_kv_heads * call.num_rows, call.block_table_BW.shape[1], spec, tile_n)
-    # Most prompt tiles have many keys that all lanes attend to. This was measured only for head sizes 64 and 128.
+    # In most prompt tiles, all lanes attend to many of the keys. This was measured only for head sizes 64 and 128.
     has_unmasked_keys = tiles > 1 and splits == 1 and spec.sliding_window is None and spec.head_size in (64, 128)
     out_THD = query_THD.new_empty(query_THD.shape)
     if has_unmasked_keys:
-        # Two instances can then share a multiprocessor: one multiplies while the other computes exponentials.
+        # Two instances can then share a multiprocessor, so that one multiplies while the other computes exponentials.
         tile_m = 64
         tiles = triton.cdiv(lanes, tile_m)
     parts, maxima, sums = out_THD, out_THD, out_THD
@@ -129,7 +129,7 @@ def write_kv(key_TKD: torch.Tensor, value_TKD: torch.Tensor, kv: KVPair, slots_T
 
 
 def choose_key_tile(block_size: int, key_bytes: int, tile_bytes: int = _KEY_TILE_BYTES) -> int:
-    """Return the number of keys to read at once. They lie in the same KV block and are therefore equally spaced."""
+    """Return the number of keys to read at once. All of them are in the same KV block and therefore equally spaced."""
     tile = 64
     while block_size % tile or (tile > 16 and tile * key_bytes > tile_bytes):
         tile //= 2
@@ -149,7 +149,7 @@ def num_splits(busy: int, num_instances: int, width: int, spec: AttentionLayerSp
     return max(1, min(busy // num_instances, triton.cdiv(reach, tile_n), MOST_SPLITS))
 
 
-# Do not specialize these arguments, so that one compilation works for all batch sizes and chunk lengths.
+# Do not specialize on these arguments, so that one compilation works for all batch sizes and chunk lengths.
 @triton.jit(do_not_specialize=["queries", "splits"])
 def _attend_tile(
     query_ptr,
@@ -187,7 +187,7 @@ def _attend_tile(
     tile = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
     if UNMASKED:
-        # Process the tiles with the most keys first, so that none of them starts last.
+        # Process the tiles with the most keys first, so that no long tile starts last.
         tile = tl.cdiv(queries * GROUP, TILE_M) - 1 - tile
     head = tl.program_id(1)
     row = tl.program_id(2)
@@ -207,11 +207,11 @@ def _attend_tile(
         other=0.0,
     )
 
-    # Find the range of keys that any lane in the tile attends to, and then this split's share of it in whole tiles.
+    # Find the range of keys visible to any lane in the tile, and then this split's share of that range in whole tiles.
     last = tl.minimum((tile * TILE_M + TILE_M - 1) // GROUP, queries - 1)
     end = start + last + 1
     if not CAUSAL:
-        # Include all of the row's keys but no padding after them. A padding row keeps one key so that its sum is not 0.
+        # Include all keys of the row but no padding after them. Keep one key in a padding row, so its sum is not 0.
         end = start + tl.maximum(tl.load(num_real_ptr + row), 1)
     begin = 0
     if WINDOW > 0:
@@ -231,7 +231,7 @@ def _attend_tile(
     )
     first_masked = low
     if UNMASKED:
-        # Every lane attends to all keys in these tiles, so there is no need to compare positions.
+        # Every lane attends to all keys in these tiles, so positions need not be compared.
         num_visible = start + tile * TILE_M // GROUP + 1 if CAUSAL else end
         first_masked = tl.maximum(low, tl.minimum(high, num_visible) // TILE_N * TILE_N)
         for first in range(low, first_masked, TILE_N):
@@ -339,7 +339,7 @@ def take_keys(
 
 @triton.jit
 def finite(numbers):
-    """Replace non-finite elements, as `attention.operations.finite` does."""
+    """Replace non-finite elements, as in `attention.operations.finite`."""
     return tl.where(tl.abs(numbers.to(tl.float32)) <= _LARGEST, numbers, 0.0).to(numbers.dtype)
 
 
@@ -358,7 +358,7 @@ def load_keys(
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    """Load the keys and values of a tile, which lies within one KV block."""
+    """Load the keys and values of a tile, all of which are in one KV block."""
     dim_D = tl.arange(0, TILE_D)
     inside_N = tl.arange(0, TILE_N)
     block = tl.load(table_ptr + first // BLOCK_SIZE).to(tl.int64)
@@ -389,8 +389,8 @@ def take(
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add keys and values to the running softmax state, which holds each lane's highest score, sum of weights, and
-    weighted sum of values."""
+    """Add keys and values to the running softmax state: each lane's highest score, sum of weights, and weighted sum of
+    values."""
     max_M, sum_M, total_MD = state
     score_MN = tl.dot(query_MD, tl.trans(keys_ND), input_precision="ieee")
     if CAPPED:
@@ -431,7 +431,7 @@ def _combine(
     used_S = split_S < splits
     part_S = (token * HEADS + head) * splits + split_S
     max_S = tl.load(maxima_ptr + part_S, mask=used_S, other=LOWEST)
-    # A split without keys for a query has the lowest possible maximum and thus no weight if another split has keys.
+    # A split without visible keys has the lowest maximum, so its weight is zero if another split has visible keys.
     weight_S = tl.exp2(max_S - tl.max(max_S, 0))
     sum_S = tl.load(sums_ptr + part_S, mask=used_S, other=0.0)
     parts_SD = tl.load(parts_ptr + part_S[:, None] * TILE_D + dim_D[None, :], mask=used_S[:, None], other=0.0)

@@ -1,4 +1,4 @@
-"""The backend for NVIDIA GPUs, the reference accelerator. Every step is a CUDA graph without torch.compile."""
+"""The backend for NVIDIA GPUs, the reference accelerator. Every step is a CUDA graph, without torch.compile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_gaudi_spec.devices.cuda.fp8 import CudaArithmetic
 
 
 def make_backend() -> DeviceBackend:
-    # vLLM's front end also creates a backend and must not open the card. These checks do not open it.
+    # vLLM's front end also creates a backend and must not open the GPU. These checks do not open it.
     if not torch.cuda.is_available() or find_spec("triton") is None:
         raise UnsupportedConfigError(
             "VGS_DEVICE=cuda needs an NVIDIA GPU, a torch built for it and Triton, which torch "
@@ -38,9 +38,9 @@ def make_backend() -> DeviceBackend:
         times_decode_sizes=True,
         prefill_step=128,
         prefill_rows=(1, 2, 4, 8, 16),
-        slice_tokens=32,  # above the limit of `few_queries`, which reads a row's new keys only from the projection
+        slice_tokens=32,  # more than `few_queries` supports, which reads new keys of a row only from the projection
     )
-    # Import these modules late, here and below, because they need Triton.
+    # Import Triton modules late, both here and below, because Triton may be missing.
     from vllm_gaudi_spec.devices.cuda.row_kernels import ROW_OPERATIONS
     from vllm_gaudi_spec.devices.cuda.rules import RULES
 
@@ -59,12 +59,12 @@ def make_backend() -> DeviceBackend:
 
 class CudaWeights(Weights):
     fp8_logits = CudaArithmetic
-    fp8_range = GAUDI3  # the full range of e4m3
+    fp8_range = GAUDI3  # FP8 on NVIDIA GPUs has the full e4m3 range
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Replace the methods of linear layers and the forward methods of decoder layers. Weights stay where they are.
+        """Replace the methods of linear layers and the forward methods of decoder layers. Weights are not moved.
 
-        This also keeps float32 matmuls exact, as on every other device.
+        Float32 matmuls also stay exact, as on every other device.
         """
         from vllm_gaudi_spec.devices.cuda import decoder, linear
 
@@ -78,13 +78,13 @@ class CudaAttention(PairAttention):
     def reads_slices(self, spec: AttentionLayerSpec) -> bool:
         from vllm_gaudi_spec.devices.cuda import prompts
 
-        # Kernels other than those in `prompts` read all keys again for each row. That cost matters less in float32,
-        # which is used for exact comparisons.
+        # Kernels outside `prompts` read all keys again for each row. The extra reads matter less in float32, which is
+        # used for exact comparisons.
         has_kernel = spec.value_size is None and not _needs_plain_torch(spec)
         return has_kernel and (spec.dtype == torch.float32 or prompts.supports(spec))
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor unchanged, because the kernel that writes it also replaces non-finite elements."""
+        """Return the tensor unchanged, because the kernel that writes it replaces non-finite elements."""
         return tensor
 
     def write_kv(

@@ -11,12 +11,12 @@ from vllm_gaudi_spec.devices.common.layers import find_kernel
 
 _WITH_KERNEL = (9, 10)
 """Major compute capabilities for which torch has a kernel (torch 2.11 and 2.13, GroupedBlas.cpp)."""
-# Measured on an H100 (benchmarks/results/experts.json): sorting and restoring the order takes as long as reading this
-# many bytes of weights. Multiplying this many tokens by every expert takes as long as reading all weights again.
+# Measured on an H100 (benchmarks/results/experts.json): sorting and unsorting tokens takes as long as reading this many
+# bytes of weights. Multiplying this many tokens by all experts takes as long as reading all weights again.
 _BYTES_OF_SORTING = 270e6
 _TOKENS_OF_READING = 400
 _FEWEST_BYTES = 400e6
-"""The size of the measured layer's weights in bytes. Smaller layers are treated as if they had this size."""
+"""The size in bytes of the weights in the measured layer. Smaller layers are assumed to have this size."""
 
 
 def fused() -> Fused | None:
@@ -36,7 +36,7 @@ def _serves(call: Call) -> bool:
 def _is_faster(call: Call) -> bool:
     """Whether the grouped matmul is faster than sending every token through every expert.
 
-    The grouped matmul reads only the experts that tokens choose. With many tokens, these are nearly all experts.
+    The grouped matmul reads the weights of only the chosen experts. With many tokens, nearly all experts are chosen.
     """
     num_tokens, num_experts = call.weights_TE.shape
     sorting = _BYTES_OF_SORTING / max(call.w13_EJH.nbytes + call.w2_EHI.nbytes, _FEWEST_BYTES)
@@ -45,9 +45,9 @@ def _is_faster(call: Call) -> bool:
 
 
 def _takes(call: Call) -> bool:
-    """Whether torch has a kernel for a call. The kernel requires each row to be aligned to 16 bytes.
+    """Whether torch has a kernel for a call. The kernel requires rows that are aligned to 16 bytes.
 
-    Without a kernel, torch reads the counts on the host, which a captured graph cannot do.
+    Without a kernel, torch reads the counts on the host, which a captured graph does not allow.
     """
     x, rows = call.x_TH, (call.w13_EJH, call.w2_EHI)
     if x.dtype != torch.bfloat16 or not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] not in _WITH_KERNEL:

@@ -1,13 +1,13 @@
-"""A layer's attention in one Triton kernel for rows with few queries: decodes, verify steps, and drafts.
+"""Attention for rows with few queries (decodes, verify steps, and drafts) in one Triton kernel per layer.
 
-The kernel rotates queries and keys, writes keys and values, computes attention, and combines results from several
+The kernel rotates queries and keys, writes keys and values, computes attention, and combines the results of several
 program instances. It reads earlier keys from the cache and new keys from the projection, so that no instance waits for
-another instance's write. An instance reads its first keys before the preceding kernel has finished. This is safe
-because those keys are from an earlier forward pass, and because some kernels between two forward passes, such as the
-embedding lookup, do not start early. The tensors that describe the call are read early for the same reason.
+another instance's write. An instance loads its first keys before the preceding kernel has finished. This is safe
+because those keys were written in an earlier forward pass, and because some kernels between two forward passes, such as
+the embedding lookup, do not start early. The tensors that describe the call are loaded early for the same reason.
 
-Dimensions are named as in `attention`: B rows with Q queries each, H heads in K groups of G, one group per KV head; D
-head size; T = B * Q. The Q * G queries in a row that share a KV head are the lanes of a tile.
+Dimensions have the same names as in `attention`: B rows with Q queries each, H heads in K groups of G, one group per KV
+head; D head size; T = B * Q. The Q * G queries in a row that share a KV head are the lanes of a tile.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 MOST_QUERIES, MOST_LANES = 16, 64
-"""The limits for a row, whose new keys and lanes must each fit in one tile."""
+"""Limits for a row, whose new keys and lanes must each fit in one tile."""
 _MOST_ARRIVALS = 4096
-"""The maximum number of rows times KV heads for which keys may be split. Above it, the GPU is full without splits."""
+"""The maximum number of rows times KV heads at which keys may be split. Above it, the GPU is full without splits."""
 _COMBINED = 8192
 """The number of partial values combined at once."""
 _LAUNCHED = 2048
 """The maximum number of instances to launch if rows differ in length. Each idle instance takes a little time. The last
-splits, most of which are idle, start last. This delays a long row among short ones but speeds up all other batches."""
+splits, which are mostly idle, start last. This delays a long row among short ones but speeds up other batches."""
 _ENOUGH_SPLITS = 4
-"""With more splits than this, which occur in batches with few rows, one long row does not delay the others."""
+"""With more splits than this, as in batches with few rows, one long row does not delay the others."""
 
 
 class Form(NamedTuple):
-    """An instance's configuration."""
+    """Configuration of a program instance."""
 
     key_tile_bytes: int
-    """The number of key bytes read at once, at most one KV block."""
+    """The number of bytes of keys read at once, at most one KV block."""
     num_warps: int
     instances: int
     """The number of instances into which a batch with few rows is split."""
 
 
-# An H100 can hold 528 instances with 128 threads and 128 registers per thread.
+# An H100 can hold 528 instances that have 128 threads with 128 registers each.
 SHORT_HEADS = Form(8 << 10, 4, 528)
-"""The configuration for head sizes up to 64. Doubling splits, halving warps, or halving tiles made it slower."""
+"""The configuration for head sizes up to 64. Twice the splits, half the warps, or half-size tiles were slower."""
 LONG_HEADS = Form(16 << 10, 4, 528)
 
 
 class Projected(NamedTuple):
-    """The projected tokens in a forward pass. Each token's elements are contiguous, head by head."""
+    """The projected tokens in a forward pass. The elements of each token are contiguous, head by head."""
 
     query_TH: torch.Tensor
     key_TK: torch.Tensor
@@ -64,8 +64,8 @@ class Projected(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Rotates the first `dim` elements of each head in pairs that are `dim / 2` apart. Each row of `table` holds a
-    position's cosines, followed by its sines."""
+    """Rotates the first `dim` elements of each head in pairs that are `dim / 2` elements apart. Each row of `table`
+    contains the cosines for a position, followed by its sines."""
 
     positions_T: torch.Tensor
     table: torch.Tensor
@@ -83,7 +83,7 @@ def takes(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
 
 @cache
 def _get_arrivals(device: torch.device) -> torch.Tensor:
-    """Return arrival counters per row and KV head. Kernels on the same stream share them and reset them to zero."""
+    """Return arrival counters for rows and KV heads, which kernels on the same stream share and reset to zero."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("attention with split keys must run once before it is captured")
     return torch.zeros(_MOST_ARRIVALS, dtype=torch.int32, device=device)
@@ -160,9 +160,9 @@ def attend(
 
 
 def _count_launched(even_splits: int, instances: int, reach: int, tile_n: int) -> int:
-    """Return the number of instances to launch per row and KV head. Only long rows use all of them.
+    """Return the number of instances to launch per row and KV head. Only long rows use all of the instances.
 
-    `even_splits` is the number to launch if all rows have the same length.
+    `even_splits` is the number of instances to launch if all rows have the same length.
     """
     is_full = instances > _MOST_ARRIVALS or (even_splits == 1 and reach <= attention.SHORT)
     if is_full or even_splits > _ENOUGH_SPLITS:
@@ -170,7 +170,7 @@ def _count_launched(even_splits: int, instances: int, reach: int, tile_n: int) -
     return min(max(even_splits, 2, _LAUNCHED // instances), triton.cdiv(reach, tile_n), attention.MOST_SPLITS)
 
 
-# Do not specialize these arguments, so that one compilation works for all batch sizes.
+# Do not specialize on these arguments, so that one compilation works for all batch sizes.
 @triton.jit(do_not_specialize=["queries", "rows", "splits", "even_splits"])
 def _attend(
     query_ptr,
@@ -227,13 +227,13 @@ def _attend(
     token_M = (row * queries + offset_M).to(tl.int64)
     offset_Q = tl.arange(0, TILE_Q)
     token_Q = (row * queries + offset_Q).to(tl.int64)
-    # Issue independent loads together, so that their latencies overlap.
+    # Issue independent loads together so that their latencies overlap.
     start = tl.load(starts_ptr + row)
     position_M = tl.load(positions_ptr + token_M, mask=used_M, other=0)
     position_Q = tl.load(positions_ptr + token_Q, mask=offset_Q < queries, other=0)
     slot_Q = tl.load(slots_ptr + token_Q, mask=offset_Q < queries, other=0)
 
-    # Find the range of earlier keys that any lane attends to, and then this split's share of it in whole tiles.
+    # Find the range of earlier keys visible to any lane, and then this split's share of that range in whole tiles.
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(start - WINDOW + 1, 0) // TILE_N * TILE_N
@@ -245,8 +245,9 @@ def _attend(
     share = tl.cdiv(tiles, used_splits) * TILE_N
     low = begin + split * share
     high = tl.minimum(low + share, start)
-    # The new keys belong to the split after the last one with earlier keys or, if there is none, to the last split.
-    # Later splits have no work, because a bucket's longest row determines their number. They exit before any load.
+    # The new keys belong to the split after the last one with earlier keys or, if there is no such split, to the last
+    # one. Later splits have no work, because the number of splits is based on the longest row in the bucket. They exit
+    # before loading anything.
     last = tl.minimum(tl.cdiv(start - begin, tl.maximum(share, 1)), used_splits - 1)
     if split > last:
         return
@@ -255,7 +256,7 @@ def _attend(
     cos_QD, sin_QD = _load_angles(position_Q, used_Q, rotary_ptr, HALF, TILE_D)
     exists_N = low + tl.arange(0, TILE_N) < high
     keys_ND, values_ND = attention.load_keys(
-        # A share may begin after the last key, where the row has no more KV blocks.
+        # A split's share may begin after the last key, where the row has no KV blocks.
         tl.where(low < high, low, 0),
         exists_N,
         table_ptr + row * table_stride,
@@ -271,7 +272,7 @@ def _attend(
     )
 
     launch.wait(EARLY)
-    # Load all data from other kernels together, so that the latencies overlap.
+    # Load all data written by other kernels together, so that the latencies overlap.
     new_QD = head * HEAD_SIZE + dim_D[None, :]
     used_QD = used_Q[:, None] & (dim_D < HEAD_SIZE)[None, :]
     value_QD = tl.load(value_ptr + token_Q[:, None] * value_stride + new_QD, mask=used_QD, other=0.0)
@@ -358,9 +359,9 @@ def _attend(
 
 @triton.jit
 def _average_tiles(starts_ptr, rows, even_splits, WINDOW: tl.constexpr, TILE_N: tl.constexpr):
-    """Return the number of tiles that each instance would have if all rows had the average length, at least 1."""
+    """Return the average number of tiles per instance if all rows had the average length, at least 1."""
     total = 0
-    # A warp adds 32 lengths without waiting for the other warps.
+    # A single warp adds 32 lengths without waiting for other warps.
     for first in range(0, rows, 32):
         row_R = first + tl.arange(0, 32)
         length_R = tl.load(starts_ptr + row_R, mask=row_R < rows, other=0)
@@ -373,7 +374,7 @@ def _average_tiles(starts_ptr, rows, even_splits, WINDOW: tl.constexpr, TILE_N: 
 
 @triton.jit
 def _load_angles(position_X, used_X, rotary_ptr, HALF: tl.constexpr, TILE_D: tl.constexpr):
-    """Load cosines and sines, or 1 and 0 for elements that do not rotate."""
+    """Load cosines and sines, or 1 and 0 for elements that are not rotated."""
     dim_D = tl.arange(0, TILE_D)
     entry_XD = rotary_ptr + position_X[:, None] * (2 * HALF) + dim_D[None, :] % HALF
     turns_XD = used_X[:, None] & (dim_D < 2 * HALF)[None, :]
@@ -392,7 +393,7 @@ def _load_rotated(
     HALF: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    """Load the heads that start at `at_X` and rotate them, reading each element together with its rotation partner."""
+    """Load the heads that start at `at_X` and rotate them, reading each element with the other one in its pair."""
     dim_D = tl.arange(0, TILE_D)
     other_D = tl.where(dim_D < HALF, dim_D + HALF, tl.where(dim_D < 2 * HALF, dim_D - HALF, dim_D))
     used_XD = used_X[:, None] & (dim_D < HEAD_SIZE)[None, :]
@@ -420,9 +421,9 @@ def _combine(
     TILE_S: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    """Combine the partial results for a row and KV head in an order independent of the instances' arrival.
+    """Combine the partial results for a row and KV head in an order that does not depend on which instances finish.
 
-    Reads bypass the multiprocessor's L1 cache, which does not reflect stores from other instances.
+    Reads bypass the L1 cache of the multiprocessor, which does not reflect stores from other instances.
     """
     dim_D = tl.arange(0, TILE_D)
     lane_L = tl.arange(0, TILE_L)
@@ -445,7 +446,7 @@ def _combine(
             cache_modifier=".cg",
         )
         new_max_L = tl.maximum(max_L, tl.max(max_LS, 1))
-        # A split without keys for a query has the lowest possible maximum and thus no weight if another split has keys.
+        # A split without visible keys has the lowest maximum, so its weight is zero if another split has visible keys.
         weight_LS = tl.exp2(max_LS - new_max_L[:, None])
         rescale_L = tl.exp2(max_L - new_max_L)
         sum_L = sum_L * rescale_L + tl.sum(sum_LS * weight_LS, 1)

@@ -1,7 +1,7 @@
-"""The filters from `sampling/filters.py` in Triton: one launch with one program instance per position.
+"""The filters from `sampling/filters.py` in Triton, with one launch and one program instance per position.
 
-Each instance reads its row of logits as often as its search requires, which is about ten times for a language model.
-The row stays in the L2 cache. All sums over a row are computed in the same order, regardless of other rows.
+Each instance reads its row of logits as often as the search requires, which is about ten times for a language model.
+The row stays in the L2 cache. Sums over a row are always computed in the same order, regardless of other rows.
 
 Thresholds are represented as keys: integers that sort in the same order as the float32 logits.
 """
@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 _BY_VALUE = tl.constexpr(14)
-"""The number of search rounds that divide an interval of logit values, across which real logits are spread. Later
-rounds divide an interval of keys."""
+"""The number of search iterations that divide an interval of logit values, over which real logits are spread. Later
+iterations divide an interval of keys."""
 _FAR = tl.constexpr(32.0)
-"""The maximum distance below the highest logit at which the first thresholds are tried."""
+"""The maximum distance between the first thresholds and the highest logit."""
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _weights(values, peak, IS_COUNT: tl.constexpr):
 
 @triton.jit
 def _mass(row, vocab, peak, threshold, CHUNK: tl.constexpr):
-    """Return the probability mass of the tokens at or above a threshold."""
+    """Return the total probability of the tokens at or above a threshold."""
     offsets = tl.arange(0, CHUNK)
     weight = tl.zeros((CHUNK,), tl.float32)
     for start in range(0, vocab, CHUNK):
@@ -49,15 +49,14 @@ def _mass(row, vocab, peak, threshold, CHUNK: tl.constexpr):
 
 @triton.jit
 def _search(row, vocab, peak, floor, target, IS_COUNT: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the largest logit, at least `floor`, such that the tokens at or above it have the required mass
-    `target`."""
+    """Return the largest logit, at least `floor`, for which the tokens at or above it have the probability `target`."""
     offsets = tl.arange(0, CHUNK)
-    # Invariant: the tokens at or above `low` have enough mass, and those at or above `high` do not.
+    # Loop invariant: the tokens at or above `low` have enough probability, and those at or above `high` do not.
     low = _key_of(floor).to(tl.int64)
     high = _key_of(peak).to(tl.int64) + 1
     rounds = 0
     while high - low > 1:
-        # Choose three thresholds inside the interval.
+        # Choose three thresholds within the interval.
         first, second, third = low + (high - low) // 4, low + (high - low) // 2, low + (high - low) * 3 // 4
         if rounds < _BY_VALUE:
             top = _value_of((high - 1).to(tl.int32))
@@ -105,7 +104,7 @@ def _search(row, vocab, peak, floor, target, IS_COUNT: tl.constexpr, CHUNK: tl.c
     return _value_of(low.to(tl.int32))
 
 
-# Do not specialize this argument, so that one compilation works for every number of positions.
+# Do not specialize on this argument, so that one compilation works for any number of positions.
 @triton.jit(do_not_specialize=["num_positions"])
 def filter_kernel(
     logits,
@@ -125,9 +124,9 @@ def filter_kernel(
     SOME: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Copy a row of logits, replacing those of excluded tokens with minus infinity.
+    """Copy a row of logits, replacing the logits of excluded tokens with minus infinity.
 
-    If SOME is set, only positions that will be sampled are copied.
+    If SOME is set, only positions to be sampled are copied.
     """
     position = tl.program_id(0).to(tl.int64)
     b, q = position // num_positions, position % num_positions
@@ -152,7 +151,7 @@ def filter_kernel(
             values = tl.load(row + start + offsets, mask=start + offsets < vocab, other=float("-inf"))
             best = tl.maximum(best, values)
         peak = tl.max(best, axis=0)
-        # Copy rows unchanged if they contain plus infinity or NaN, or if all of their tokens are forbidden.
+        # Copy a row unchanged if it contains plus infinity or NaN, or if all of its tokens are forbidden.
         if tl.abs(peak) < float("inf"):
             if ratio > 0.0:
                 floor = peak + tl.log(ratio)

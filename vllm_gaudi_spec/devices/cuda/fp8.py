@@ -1,4 +1,4 @@
-"""FP8 matmuls with torch's kernel for a drafter's output matrix. Their benefit for other layers was not measured."""
+"""FP8 matmuls for a drafter's output matrix, using torch's kernel. The benefit for other layers was not measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.quantization.fp8 import to_e4m3
 
 _WITH_FP8 = (8, 9)
-"""The minimum compute capability with FP8 support."""
+"""The minimum compute capability that supports FP8."""
 
 
 class CudaArithmetic:
@@ -34,13 +34,13 @@ class CudaArithmetic:
                 f"draft_lm_head_quantization needs sizes that are multiples of 16 on a GPU, and a rank's part of the "
                 f"output matrix has {tuple(weight_KN.shape)}; leave it out of --speculative-config."
             )
-        return weight_KN.t().contiguous().t()  # column-major, as the kernel requires for its second operand
+        return weight_KN.t().contiguous().t()  # in column-major order, which the kernel requires for its second operand
 
     def multiply(
         self, x: torch.Tensor, y: torch.Tensor, x_scale: torch.Tensor, y_scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        # The kernel does not support a float32 result with row and column scales, so apply the scales afterwards. As
-        # with the original matrix, logits stay in float32. In `dtype`, the best two logits would often be equal.
+        # The kernel does not support a float32 result together with row and column scales, so scales are applied later.
+        # Logits stay in float32, as with the original matrix. In `dtype`, the two best logits would often be equal.
         one = torch.ones((), device=x.device)
         out: torch.Tensor = torch._scaled_mm(x, y, scale_a=one, scale_b=one, out_dtype=torch.float32)
         return out * (x_scale * y_scale)

@@ -31,7 +31,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of `x + residual` and the sum itself."""
+    """Return the norm of `x + residual`, and the sum."""
     rows, others = x.reshape(-1, x.shape[-1]), residual.reshape(-1, x.shape[-1])
     out, added = torch.empty_like(rows), torch.empty_like(rows)
     _norm[(rows.shape[0],)](
@@ -81,7 +81,7 @@ def _norm(
         tl.store(added_ptr + row * SIZE + offset, x.to(dtype), mask=used)
     scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + epsilon)
     weight = tl.load(weight_ptr + offset, mask=used, other=0.0)
-    # Round before applying the weight, as vLLM does.
+    # Round before applying the weight, like vLLM.
     normed = (x * scale).to(dtype) * weight
     tl.store(out_ptr + row * SIZE + offset, normed, mask=used)
 
@@ -93,9 +93,9 @@ def rotate(
     table: torch.Tensor,
     rotary_dim: int,
 ) -> None:
-    """Rotate the first `rotary_dim` elements of each head in place, in pairs that are `rotary_dim / 2` apart.
+    """Rotate the first `rotary_dim` elements of each head in place, in pairs that are `rotary_dim / 2` elements apart.
 
-    Each row of `table` holds a position's cosines, followed by its sines.
+    Each row of `table` contains the cosines for a position, followed by its sines.
     """
     other = query_THD if key_TKD is None else key_TKD
     heads, half = max(query_THD.shape[1], other.shape[1]), rotary_dim // 2
@@ -181,6 +181,6 @@ def _silu_and_mul(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, TILE: tl.constex
 
 @triton.jit
 def gate(x):
-    """Compute silu and round the result before it is multiplied, as vLLM does."""
+    """Compute silu and round the result before multiplying, like vLLM."""
     wide = x.to(tl.float32)
     return (wide / (1.0 + tl.exp(-wide))).to(x.dtype)

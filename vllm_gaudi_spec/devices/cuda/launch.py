@@ -1,7 +1,7 @@
-"""Programmatic dependent launch: a kernel starts before the preceding one has finished, which hides launch costs.
+"""Programmatic dependent launch, in which a kernel starts before the preceding one has finished to hide launch costs.
 
-The kernel itself waits for the preceding one. Before that, it can do work that does not depend on the preceding kernel,
-such as reading weights. CUDA graphs record this dependency.
+The kernel itself waits for the preceding kernel. Before waiting, it can do work that does not depend on the preceding
+kernel, such as loading weights. CUDA graphs record this dependency.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def options() -> dict[str, Any]:
     """Return launch options for a kernel that calls `wait`.
 
-    Call this only at launch, because querying the GPU's capability opens the GPU.
+    Call this function only at launch, because querying the compute capability opens the GPU.
     """
     can = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)  # Hopper and later
     return {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}
@@ -33,10 +33,10 @@ def let_next_start(EARLY: tl.constexpr):
 
 @triton.jit
 def wait(EARLY: tl.constexpr):
-    """Wait for the preceding kernel before the first access to data that another kernel wrote or may still read.
+    """Wait for the preceding kernel before accessing data that another kernel wrote or may still read.
 
-    Every instance that does any work must call this. A later kernel waits only for this kernel, which must therefore
-    not finish before all preceding kernels have finished.
+    Every instance that does any work must call this function. A later kernel waits only for this kernel, which must
+    therefore not finish before all preceding kernels have finished.
     """
     if EARLY:
         gdc_wait()
@@ -44,14 +44,14 @@ def wait(EARLY: tl.constexpr):
 
 @triton.jit
 def begin(EARLY: tl.constexpr):
-    """Let the next kernel start, then wait. Use this in kernels that have no work to do before waiting."""
+    """Let the next kernel start, and then wait for the preceding one. For kernels without work before waiting."""
     let_next_start(EARLY)
     wait(EARLY)
 
 
 @triton.jit
 def fetch(pointers, EARLY: tl.constexpr):
-    """Prefetch memory into the cache before `wait`. No kernel may write to this memory."""
+    """Load memory into the cache before `wait`. No kernel may write to this memory."""
     if EARLY:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",

@@ -1,4 +1,4 @@
-"""Replaces vLLM's norms, rotary embeddings, and gated activation with Triton kernels when this module is imported."""
+"""Replaces vLLM's norms, rotary embeddings, and gated activation with Triton kernels when the module is imported."""
 
 from __future__ import annotations
 

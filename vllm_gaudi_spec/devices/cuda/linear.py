@@ -1,9 +1,9 @@
-"""Linear layers for few rows: Triton kernels that read each weight once and are faster than library kernels.
+"""Linear layers for few rows, as Triton kernels that read each weight once and are faster than library kernels.
 
-N outputs, K inputs, M rows. With few rows, the cost is dominated by reading memory, so a kernel may start to read its
-weight while the preceding kernel is still running. With one or two rows, each program instance computes a few outputs
-from all of their inputs and may also compute the preceding norm. With more rows, the kernel uses tensor cores. If there
-are few outputs, several instances split each output's inputs, and the last instance to finish adds up the results.
+N: outputs. K: inputs. M: rows. With few rows, most of the time is spent reading memory, so a kernel may start to load
+its weight while the preceding kernel is still running. With one or two rows, each program instance computes a few
+outputs from all inputs and may also compute the preceding norm. With more rows, the kernel uses tensor cores. If there
+are few outputs, several instances split the inputs, and the last instance to finish adds up the results.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from vllm_gaudi_spec.upstream.layers import (
 )
 
 FEW_ROWS = 2
-"""Up to this many rows, the kernel without tensor cores is faster."""
+"""Up to this number of rows, the kernel without tensor cores is faster."""
 _MANY_INPUTS = 4096
-"""With this many inputs or more, the kernel without tensor cores is faster only for one row. On an H200, an 8B model's
-steps took 5.5 ms with two rows but 4.6 ms with three, which use tensor cores."""
+"""With this many inputs or more, the kernel without tensor cores is faster only for one row. On an H200, a step of an
+8B model took 5.5 ms with two rows but 4.6 ms with three, which use tensor cores."""
 SOME_ROWS = 64
-"""Up to this many rows, the kernel with tensor cores is faster for some layers."""
+"""Up to this number of rows, the kernel with tensor cores is faster for some layers."""
 MOST_NORMED = 1024
-"""Up to this many inputs, each instance computes the norm itself from values in registers."""
+"""Up to this number of inputs, each instance computes the norm itself from values in registers."""
 
 
 class Unnormed:
-    """The deferred norm of `x` or of its sum with a residual. The linear layer that reads it computes the norm while
-    reading."""
+    """The deferred norm of `x` or of its sum with a residual. The linear layer that follows computes the norm while it
+    loads the input."""
 
     def __init__(self, x: torch.Tensor, residual: torch.Tensor | None, weight_K: torch.Tensor, epsilon: float) -> None:
         self.x = x.reshape(-1, x.shape[-1])
@@ -45,7 +45,7 @@ class Unnormed:
         self.weight_K = weight_K
         self.epsilon = epsilon
         self.added = self.x if residual is None else torch.empty_like(self.x)
-        """The sum, which is valid once the linear layer has run."""
+        """The sum, which is valid after the linear layer has run."""
 
 
 def linear(
@@ -56,10 +56,10 @@ def linear(
     gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Compute `torch.nn.functional.linear` with the fastest kernel for these sizes.
+    """Compute `torch.nn.functional.linear` with the fastest kernel for the given sizes.
 
     If `gated` is set, the result is silu of the first half of the outputs times the second half. `dtype` is float32 for
-    a float32 result from 16-bit weights, or None for the dtype of `x`. It cannot be combined with `gated` or a norm.
+    a float32 result from 16-bit weights, or None for the dtype of `x`. It must be None with `gated` or a norm.
     """
     if isinstance(x, Unnormed):
         return multiply_few_rows(x, weight_NK, bias_N, gated=gated)
@@ -91,7 +91,7 @@ class _Tile(NamedTuple):
 
     @classmethod
     def choose(cls, num_outputs: int, num_inputs: int, *, is_normed: bool, gated: bool) -> _Tile:
-        """Choose a tile that was among the fastest of ten candidates for two models' layers on an H100."""
+        """Choose a tile that was among the fastest of ten candidates in an H100 measurement of two models' layers."""
         if gated:
             return _GATED if num_inputs <= 1024 else cls(1, 2048, 8)
         if num_inputs > 1024:
@@ -176,7 +176,7 @@ def _few_rows(
     used_N = output_N < num_outputs
     dtype = out_ptr.dtype.element_ty
     at_NK = weight_ptr + output_N.to(tl.int64)[:, None] * weight_stride + input_K[None, :]
-    # The offset to the weights for the second half of a gated layer's outputs.
+    # The offset of the weights that produce the second half of a gated layer's outputs.
     half = num_outputs * weight_stride
     used_NK = used_N[:, None] & (input_K < num_inputs)[None, :]
     weight_NK = tl.load(at_NK, mask=used_NK, other=0.0)
@@ -185,7 +185,7 @@ def _few_rows(
     parts: tl.constexpr = 2 if GATED else 1
     sums = ()
     if NORM:
-        # The tile holds all inputs.
+        # The tile contains all inputs.
         used_K = input_K < num_inputs
         norm_K = tl.load(norm_ptr + input_K, mask=used_K, other=0.0)
         for row in tl.static_range(ROWS):
@@ -194,7 +194,7 @@ def _few_rows(
                 x_K += tl.load(residual_ptr + row * residual_stride + input_K, mask=used_K, other=0.0).to(tl.float32)
                 tl.store(added_ptr + row * num_inputs + input_K, x_K.to(dtype), mask=used_K & (tl.program_id(0) == 0))
             scale = tl.rsqrt(tl.sum(x_K * x_K, 0) / num_inputs + epsilon)
-            # Round where a separate norm would round.
+            # Round at the same point as a separate norm.
             x_K = ((x_K * scale).to(dtype) * norm_K).to(tl.float32)
             for part in tl.static_range(parts):
                 # Triton does not support tuple unpacking.
@@ -211,7 +211,7 @@ def _few_rows(
                     total_NK = sums[row * parts + part] + weights[part].to(tl.float32) * x_K.to(tl.float32)[None, :]
                     more = more + (total_NK,)  # type: ignore[assignment]  # noqa: RUF005
             sums = more
-            # Load the next part. After the last part, this load is fully masked.
+            # Load the next part of the weight. After the last part, this load is fully masked.
             next_NK = at_NK + start + TILE_K
             follows_NK = used_N[:, None] & (start + TILE_K + input_K < num_inputs)[None, :]
             weight_NK = tl.load(next_NK, mask=follows_NK, other=0.0)
@@ -233,16 +233,16 @@ def _few_rows(
 
 _TILE_N, _TILE_K = 64, 128
 _AT_ONCE = 264
-"""The number of instances that run at once on an H100."""
+"""The number of instances that run concurrently on an H100."""
 _MOST_STAGES = 8
 _MOST_TILES = 16
-"""The maximum number of output tiles for which several instances split the inputs."""
+"""The maximum number of output tiles at which several instances split the inputs."""
 
 
 def _num_splits(num_rows: int, weight_NK: torch.Tensor, *, gated: bool) -> int:
-    """Return the number of instances that split an output's inputs, or 0 to use a library kernel.
+    """Return the number of instances that split the inputs, or 0 to use a library kernel.
 
-    The choice is based on timings for two models' layers on an H100.
+    The choice is based on timings of two models' layers on an H100.
     """
     num_outputs, num_inputs = weight_NK.shape
     if num_rows > SOME_ROWS or weight_NK.itemsize != 2 or num_inputs % _TILE_K:
@@ -256,7 +256,7 @@ def _num_splits(num_rows: int, weight_NK: torch.Tensor, *, gated: bool) -> int:
 
 @cache
 def _get_arrivals(device: torch.device) -> torch.Tensor:
-    """Return arrival counters per output tile. Kernels on the same stream share them and reset them to zero."""
+    """Return arrival counters for output tiles, which kernels on the same stream share and reset to zero."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a linear layer with shared inputs must run once before it is captured")
     return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
@@ -296,7 +296,7 @@ def multiply_some_rows(
         BIAS=bias_N is not None,
         GATED=gated,
         SPLITS=splits,
-        # Prefetching pays off only if all instances run at once.
+        # Prefetching pays off only if all instances run concurrently.
         AHEAD=8 if num_tiles * splits <= _AT_ONCE else 0,
         TILE_M=tile_m,
         TILE_N=_TILE_N,
@@ -309,10 +309,10 @@ def multiply_some_rows(
 
 
 def _num_stages(tile_m: int, splits: int, device: torch.device) -> int:
-    """Return the number of tiles that an instance reads ahead.
+    """Return the number of tiles that an instance loads ahead.
 
-    If inputs are split, there are few instances, so each can use all of a multiprocessor's shared memory. Otherwise,
-    two instances share it.
+    If inputs are split, there are few instances, and each can use all shared memory of a multiprocessor. Otherwise, two
+    instances share a multiprocessor's memory.
     """
     if splits == 1:
         return 4 if tile_m <= 32 else 3
@@ -322,7 +322,7 @@ def _num_stages(tile_m: int, splits: int, device: torch.device) -> int:
 
 @cache
 def _get_shared_memory(device: torch.device) -> int:
-    """Return the number of bytes of shared memory that an instance can use."""
+    """Return the number of bytes of shared memory available to an instance."""
     if device.type != "cuda":
         return 96 << 10
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
@@ -357,10 +357,10 @@ def _some_rows(
     input_K = tl.arange(0, TILE_K)
     half: tl.constexpr = TILE_N // 2
     if GATED:
-        # The first half of a tile holds gates, and the second half holds the values that they multiply.
+        # The first half of a tile contains gates, and the second half contains the values that they multiply.
         output_N = tl.program_id(0) * half + lane_N % half + lane_N // half * num_outputs
     else:
-        # Lanes past the last output recompute it but store nothing.
+        # Lanes after the last output compute the last output again but store nothing.
         output_N = tl.minimum(tl.program_id(0) * TILE_N + lane_N, num_outputs - 1)
     share = tl.cdiv(num_inputs, SPLITS * TILE_K) * TILE_K
     begin = tl.program_id(1) * share
@@ -389,7 +389,7 @@ def _some_rows(
         if is_last:
             tl.store(arrivals_ptr + tl.program_id(0), 0)
             sums_NM = tl.zeros((TILE_N, TILE_M), tl.float32)
-            # Add the partial results in an order that does not depend on which instance arrived last.
+            # Add partial results in an order that does not depend on which instance arrives last.
             for split in tl.static_range(SPLITS):
                 sums_NM += tl.load(part_NM + split * size, mask=used_NM, other=0.0)
     if BIAS:
@@ -415,10 +415,10 @@ class FewRowsLinear(UnquantizedLinearMethod):
 
 
 class _FewRowsEmbedding(UnquantizedEmbeddingMethod):
-    """The method for embedding tables and output matrices."""
+    """The linear method for embedding tables and output matrices."""
 
     def apply(self, layer: VocabParallelEmbedding, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        # If logits were rounded to 16 bits, the best two would often be equal.
+        # If logits were rounded to 16 bits, the two best logits would often be equal.
         return linear(x, layer.weight, bias, dtype=torch.float32 if layer.weight.itemsize == 2 else None)
 
 
@@ -426,7 +426,7 @@ _METHODS = {UnquantizedLinearMethod: FewRowsLinear, UnquantizedEmbeddingMethod: 
 
 
 def install(model: nn.Module) -> None:
-    """Replace the methods of a model's unquantized layers. Other layers keep their own methods."""
+    """Replace the methods of a model's unquantized layers. All other layers keep their own methods."""
     layer: Any
     for layer in model.modules():
         method = _METHODS.get(type(getattr(layer, "quant_method", None)))

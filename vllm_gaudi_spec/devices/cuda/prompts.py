@@ -1,6 +1,6 @@
-"""Attention for prompt chunks with FlashAttention. Dimensions are named as in attention.py.
+"""Attention for prompt chunks, using FlashAttention. Dimensions have the same names as in attention.py.
 
-Rows that hold consecutive slices (`vllm_gaudi_spec.slices`) are rejoined, so that a tile can span several rows.
+Rows with consecutive slices of a prompt (`vllm_gaudi_spec.slices`) are joined, so that a tile can span several rows.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 _FEWEST_QUERIES = 32
-"""The minimum number of queries per row. Prompt chunks and their slices reach it, whereas verify steps do not."""
+"""The minimum number of queries per row, which excludes verify steps but no prompt chunks or their slices."""
 _FEWEST_LANES = 512 * 32
-"""The minimum number of queries across all rows and heads. With fewer, filling the GPU requires splitting the keys."""
+"""The minimum total number of queries over all rows and heads. With fewer, the GPU is full only if keys are split."""
 
 
 class Sequences(NamedTuple):
-    """B sequences whose queries are contiguous. The last sequences are empty if rows were joined."""
+    """B sequences with contiguous queries. If rows were joined, the last sequences are empty."""
 
     ends_S: torch.Tensor
     """int32 [B + 1]: cumulative query counts, starting at 0."""
@@ -32,7 +32,7 @@ class Sequences(NamedTuple):
 
 
 def supports(spec: AttentionLayerSpec) -> bool:
-    """Whether `attend` supports the layer's prompt chunks. The layer must be causal."""
+    """Whether `attend` supports a layer's prompt chunks. The layer must be causal."""
     return (
         spec.dtype in (torch.bfloat16, torch.float16)
         and spec.kv_dtype is None
@@ -43,7 +43,7 @@ def supports(spec: AttentionLayerSpec) -> bool:
 
 
 def takes(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
-    """Whether `attend` supports the call and is the faster choice."""
+    """Whether `attend` supports a call and is the faster choice for it."""
     has_enough = call.num_rows * call.num_queries * spec.num_heads >= _FEWEST_LANES
     return call.num_queries >= _FEWEST_QUERIES and has_enough and spec.is_causal and supports(spec)
 
@@ -71,13 +71,13 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
 
 
 def join_rows(call: AttentionCall) -> Sequences:
-    """Join each row with the preceding one if both have the same KV blocks and it begins where that row ends."""
+    """Join each row with the preceding one if both have the same KV blocks and it begins where that one ends."""
     queries, num_tokens = call.num_queries, call.num_rows * call.num_queries
     starts_B, table_BW = call.starts_B, call.block_table_BW
     continues = (table_BW[1:] == table_BW[:-1]).all(dim=1) & (starts_B[1:] == starts_B[:-1] + queries)
     begins_B = torch.cat([continues.new_ones(1), ~continues])
     sequence_B = begins_B.cumsum(0) - 1
-    # Rows that continue a sequence have no entry of their own, so they rewrite the last one.
+    # Rows that continue a sequence have no entry of their own, so they write the last entry again.
     first_B = torch.arange(call.num_rows, device=starts_B.device, dtype=torch.int32) * queries
     ends_S = torch.full((call.num_rows + 1,), num_tokens, device=starts_B.device, dtype=torch.int32)
     ends_S.scatter_(

@@ -1,8 +1,8 @@
-"""The noise from `sampling/noise.py` in Triton, and races, which find the argmax of logits plus noise.
+"""Triton versions of the noise in `sampling/noise.py`, and "races", which find the argmax of logits plus noise.
 
-A race needs two logarithms per token, which would take longer than reading the logits. Therefore, groups of tokens are
-ranked by an upper bound on their best score, which needs no logarithm. Scores are computed only for groups that can
-contain the winner. There is nearly always only one such group.
+A race requires two logarithms per token, which would take longer than loading the logits. Therefore, groups of tokens
+are ranked by an upper bound on their best score, which is computed without a logarithm. Exact scores are computed only
+for groups that may contain the winner. In nearly all cases, there is only one such group.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 _STREAM_ACCEPT = tl.constexpr(1)
-# The number of tokens scored at once. Scoring more would take registers that loads need.
+# The number of tokens scored at once. A larger number would take registers that loads need.
 PIECE = tl.constexpr(512)
 
 # --- noise: sampling/noise.py in unsigned integers ---
@@ -41,17 +41,17 @@ def keys_of_block(low, high, start):
 
 @triton.jit
 def hash_position(low, high, position, STREAM: tl.constexpr):
-    """Hash everything that a token's noise depends on except the token itself."""
+    """Hash everything that determines a token's noise except the token itself."""
     hashed = _mix(position.to(tl.uint32, bitcast=True) * 0x85EBCA6B + STREAM * 0x27D4EB2F)
     first = _mix(hashed ^ low)
     second = _mix(first + high)
-    # The last shift in one hash finalizer and the first in the next cancel out, except for these bits.
+    # The last shift of one hash finalizer and the first shift of the next cancel out, except for these bits.
     return first, second ^ (second >> 16)
 
 
 @triton.jit
 def hash_from(first, number):
-    """Return `first`, adjusted for token IDs that are counted from `number`."""
+    """Return `first`, adjusted to token IDs that start at `number`."""
     return first + number.to(tl.uint32, bitcast=True) * 0x9E3779B1
 
 
@@ -79,7 +79,7 @@ def _unit(hashed):
 def _gumbel(hashed):
     unit = tl.minimum(_unit(hashed), 0.99999994)
     left = 1.0 - unit
-    # Compute log1p: the division compensates for rounding in 1 - unit.
+    # Compute log1p, where the division compensates for rounding in 1 - unit.
     exponential = tl.where(left == 1.0, unit, -tl.log(left) * (unit / (1.0 - left)))
     return -tl.log(exponential)
 
@@ -88,8 +88,8 @@ def _gumbel(hashed):
 def _rough_gumbel(hashed):
     """Return an upper bound on `_gumbel`. Where the noise is large, the bound is rarely more than 0.1 too high.
 
-    The bound is -log(u), where u is not rounded up and the float's own bits serve as its base-2 logarithm. The caller
-    adds `_ROUGH_OFFSET`.
+    The bound is -log(u), in which u is not rounded up and the bits of the float approximate its base-2 logarithm. The
+    caller adds `_ROUGH_OFFSET`.
     """
     return hashed.to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32) * -8.262958294867817e-08
 
@@ -109,7 +109,7 @@ def uniform(low, high, positions):
 
 @triton.jit
 def load_values(row, probs_row, tokens, vocab, from_residual, peak, scale):
-    """Load logits or log residuals. The residual is the excess of target probabilities over draft probabilities."""
+    """Load logits, or logarithms of the residual. The residual is the target's probability minus the draft's, or 0."""
     mask = tokens < vocab
     values = tl.load(row + tokens, mask=mask, other=float("-inf")).to(tl.float32)
     if from_residual:
@@ -138,7 +138,6 @@ def compute_scores(row, probs_row, tokens, vocab, random, first, second, from_re
 
 @triton.jit
 def first_best(scores, tokens, vocab):
-    """Return the best score and the first token that has it."""
     top = tl.max(scores, axis=0)
     return top, tl.minimum(tl.min(tl.where(scores == top, tokens, vocab), axis=0), vocab - 1)
 
@@ -161,9 +160,9 @@ def find_winner(
     WIDTH: tl.constexpr,
     PADDED_BOUNDS: tl.constexpr,
 ):
-    """Return the token with the best score and that score, or token 0 and -inf if no token has a score.
+    """Return the token with the best score, and the score. If no token has a score, return token 0 and -inf.
 
-    Each bound covers SPAN tokens: WIDTH adjacent tokens in every STRIDE. Neighboring bounds cover the rest of a stride.
+    Each bound covers SPAN tokens: WIDTH adjacent tokens in every STRIDE. Neighboring bounds cover the rest of it.
     """
     bound_indices = tl.arange(0, PADDED_BOUNDS)
     left = tl.load(bounds + bound_indices, mask=bound_indices < num_bounds, other=float("-inf"), cache_modifier=".cg")
@@ -189,7 +188,7 @@ def find_winner(
             winner = token
         worth = best
         if random:
-            # Allow for rounding in the bound and the score.
+            # Allow for rounding errors in the bound and the score.
             worth = best - (1e-3 + 1e-6 * tl.abs(best))
         left = tl.where(bound_indices == bound_index, float("-inf"), left)
         highest, bound_index = tl.max(left, axis=0, return_indices=True)

@@ -1,6 +1,6 @@
-"""The functions from `attention/row_operations.py`, each as a single Triton kernel.
+"""The functions in `attention/row_operations.py` as Triton kernels, with one kernel per function.
 
-The short kernels do not start early (`launch.py`), because attention reads positions and slots before it waits.
+These short kernels do not start early (`launch.py`), because attention loads positions and slots before it waits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST_TOKENS = 1 << 31
 
 
 def _make_contiguous(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Make tensors contiguous, because some are columns of a larger tensor that was copied from the host."""
+    """Make tensors contiguous, because some of them are columns of a larger tensor that was copied from the host."""
     return (tensor.contiguous() for tensor in tensors)
 
 
@@ -150,7 +150,7 @@ def _locate_columns(
     tl.store(positions_out + at_T, position_T, mask=used_T)
     tl.store(num_real_out + at_T, real_T.to(tl.int32), mask=used_T)
     if SLOTS:
-        # A padding slot is derived from the token's index in the padded batch.
+        # A padding slot is derived from the index of the token in the padded batch.
         slot_T = _slot(table_ptr, table_stride, row_T, position_T, row_T * queries + query_T, real_T, SIZE)
         tl.store(slots_out + at_T, slot_T, mask=used_T)
 

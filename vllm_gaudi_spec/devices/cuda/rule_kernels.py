@@ -1,12 +1,12 @@
 """Triton kernels for the acceptance rules, called by `rules.py`. `sampling/` is the reference implementation.
 
 Each kernel reads its rows once, in chunks, with PARTS chunks per instance. The last instance to arrive at a row
-finishes the row, and the last one to finish a row of a request verifies the request. Additional launches for the few
-remaining values would cost more than reading 64 MB of logits. Arrivals are counted in `arrivals`, which is zero before
-and after each kernel. `races.py` finds the best token.
+finishes the row, and the last instance to finish one of a request's rows verifies the request. Separate launches for
+the few remaining values would take longer than reading 64 MB of logits. `arrivals` counts arrivals and is zero before
+and after each kernel. The best token is found by the functions in `races.py`.
 
-Names: an instance is a Triton program with its own `tl.program_id`; a row is one position in a request; b is the
-request's index, `vocab` the number of tokens, and `num_chunks` the number of chunks of CHUNK tokens per row.
+Terms: an instance is a Triton program with its own `tl.program_id`; a row is one position in a request; b is the index
+of a request, `vocab` is the number of tokens, and `num_chunks` is the number of chunks of CHUNK tokens per row.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from vllm_gaudi_spec.devices.cuda.races import (
 
 _STREAM_TARGET = tl.constexpr(0)
 _STREAM_RESIDUAL = tl.constexpr(3)
-# An instance that skipped its chunks adds this to its row's arrivals.
+# An instance that skips its chunks adds this value to the arrivals of its row.
 _UNREAD = tl.constexpr(1 << 16)
-# If position 0 ends its request, it adds this to the request's arrivals; position 1 adds twice as much, and so on.
-# There is room for 22 positions, and 16 drafts need only 17.
+# If a request ends at position 0, this value is added to the request's arrivals; for position 1, twice this value is
+# added, and so on. There is room for 22 positions, and 16 drafts need only 17.
 _END = tl.constexpr(1 << 8)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
@@ -49,7 +49,7 @@ def _is_last(arrivals, expected):
 # --- strict ---
 
 
-# Do not specialize these arguments, so that one compilation works for all numbers of requests and drafts.
+# Do not specialize on these arguments, so that one compilation works for all numbers of requests and drafts.
 @triton.jit(do_not_specialize=["num_requests", "num_positions", "num_instances"])
 def strict_kernel(
     logits,
@@ -81,11 +81,11 @@ def strict_kernel(
     SPAN: tl.constexpr,
     PADDED_BOUNDS: tl.constexpr,
 ):
-    """Sample at every position. If VERIFY is set, count the drafts that equal their samples.
+    """Sample at every position. If VERIFY is set, also count the drafts that equal their samples.
 
     The first positions of all requests are processed first. A position ends its request if it has no draft or a wrong
-    one. If LOOK is set, instances check for that and skip all later positions. In `arrivals`, the bits above the number
-    of finished positions mark the positions that end the request.
+    one. If LOOK is set, instances check whether the request has ended and skip all later positions. In `arrivals`, the
+    bits above the number of finished positions mark the positions at which the request ends.
     """
     bounds_each: tl.constexpr = PARTS * CHUNK // SPAN
     part, row_index = tl.program_id(0) % num_instances, tl.program_id(0) // num_instances
@@ -195,10 +195,10 @@ def weigh_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """Compute the softmax's peak and mass at every draft's position, and the ratio p / q for every draft.
+    """Compute the peak and the sum of the softmax at each draft's position, and the ratio p / q for each draft.
 
-    Then compute the standard rule's number of accepted drafts or the block rule's weights. In greedy rows, the ratio is
-    1 if the draft is the argmax.
+    Then compute the number of accepted drafts for the standard rule, or the weights for the block rule. In greedy rows,
+    the ratio is 1 if the draft is the argmax.
     """
     chunk, row_index = tl.program_id(0), tl.program_id(1)
     b, k = row_index // max_drafts, row_index % max_drafts
@@ -299,7 +299,7 @@ def block_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """Compute the sums of max(w p - q, 0) at positions 1 to K - 1 and then the block rule's number of accepted
+    """Compute the sums of max(w p - q, 0) at positions 1 to K - 1, and then the block rule's number of accepted
     drafts."""
     # Position 1 has instances even if K is 1, because they verify the request.
     inner = tl.maximum(max_drafts - 1, 1)
@@ -417,7 +417,7 @@ def next_token_kernel(
             PADDED_CHUNKS,
         )
         if from_residual & (best == float("-inf")):
-            # Here p equals q except for rounding. Sample from the target, which only this instance reads again.
+            # Here, p equals q up to rounding. Sample from the target's distribution, which only this instance reads.
             low, high = load_keys(keys, key_stride, b)
             first, second = hash_position(low, high, position, _STREAM_TARGET)
             for start in range(0, vocab, PIECE):

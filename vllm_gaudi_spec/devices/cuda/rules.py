@@ -15,20 +15,20 @@ from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
-# The maximum number of logit rows per call, which is the limit for a grid's second dimension.
+# The maximum number of rows of logits per call, which is the limit for a grid's second dimension.
 _MOST_ROWS = 65535
-# The number of tokens per chunk in rules with draft probabilities. The usual size keeps enough loads in flight. The
-# small size is for calls that would otherwise leave multiprocessors idle.
+# The number of tokens per chunk for rules with draft probabilities. The first size keeps enough loads in flight. The
+# second, smaller size is for calls that would otherwise leave multiprocessors idle.
 _PROBS_CHUNK, _SMALL_CHUNK = 2048, 1024
 _FEW_INSTANCES = 512
-# The number of tokens covered by each score bound.
+# The number of tokens that each score bound covers.
 _SPAN = 256
 _WARPS = 2
-# Settings for filtering a row: the fastest of eight on an H100 with few rows.
+# Settings for filtering a row, which were the fastest of eight on an H100 with few rows.
 _FILTER_CHUNK, _FILTER_WARPS = 8192, 16
-# The number of a drafter's logits that one instance checks and searches for the best token.
+# The number of drafter logits that one instance checks and searches for the best token.
 _SOUND_CHUNK = 4096
-# Minimum padded sizes for positions, chunks, and bounds, which limit the number of compiled kernels.
+# Minimum padded numbers of positions, chunks, and bounds, which limit the number of compiled kernels.
 _POSITIONS, _CHUNKS, _BOUNDS = 8, 256, 256
 
 
@@ -50,19 +50,19 @@ class _Chunks(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """A sampling kernel instance's share of the work: its chunks and the registers per thread."""
+    """The work of one instance in a sampling kernel: its chunks and the number of registers per thread."""
 
     chunk: int
     parts: int
     registers: int
     waves: bool
-    """Whether instances run in several waves, so that later instances can use what earlier ones have found."""
+    """Whether instances run in several waves, so that later instances can use the results of earlier ones."""
 
     @classmethod
     def choose(cls, rows: int, vocab: int) -> _Work:
         # With 48 registers per thread, 21 instances fit on each of an H200's 132 multiprocessors. On other GPUs, this
-        # choice is slower at worst. A small second wave would take as long as the first, so use the largest instances
-        # that form either one wave or many and give every multiprocessor some work.
+        # choice may be slower but is still correct. A small second wave would take as long as the first, so use the
+        # largest instances that form either one wave or many waves and give every multiprocessor some work.
         num_instances = rows * triton.cdiv(vocab, 8192)
         if num_instances > 8192:
             return cls(1024, 8, 64, True)
@@ -80,9 +80,9 @@ def _make_counters(device: torch.device) -> tuple[torch.Tensor, ...]:
 
 
 def _get_arrivals(device: torch.device, rows: int) -> tuple[torch.Tensor, ...]:
-    """Return the arrival counters for rows and for requests.
+    """Return the arrival counters for rows and requests.
 
-    Kernels on the same stream share them and reset them to zero.
+    Kernels on the same stream share the counters and reset them to zero.
     """
     if rows > _MOST_ROWS:
         raise ValueError(
@@ -100,7 +100,7 @@ def _strict(
     positions_BQ: torch.Tensor | None,
     stream: Stream = Stream.TARGET,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the samples and the number of valid tokens per row. The number is uninitialized if there are no drafts to
+    """Return the samples and each row's number of valid tokens, which is uninitialized if there are no drafts to
     verify."""
     rows, num_positions, vocab = logits_BQV.shape
     work = _Work.choose(rows * num_positions, vocab)
@@ -307,7 +307,7 @@ def filter_logits(
     longest: int = 0,
     num_sampling_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Filter with a single search that works for any k and therefore does not use `longest`."""
+    """Filter with a single search that works for any k, so that `longest` is not used."""
     rows, num_positions, vocab = logits_BQV.shape
     filtered_BQV = logits_BQV.new_empty(logits_BQV.shape)
     filter_kernel[(rows * num_positions,)](

@@ -1,4 +1,4 @@
-"""Triton kernels, called by `rules.py`, that find a drafter's best token and flag rows with NaN or plus infinity."""
+"""Triton kernels that find a drafter's best token and flag rows with NaN or plus infinity. `rules.py` calls them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import triton.language as tl
 
 from vllm_gaudi_spec.devices.cuda.races import first_best, load_values
 
-# An instance whose chunk contains NaN or plus infinity adds this to its row's arrivals.
+# An instance whose chunk contains NaN or plus infinity adds this value to the arrivals of its row.
 _UNSOUND = tl.constexpr(1 << 16)
 
 
 @triton.jit
 def sound_kernel(logits, stride, sound_out, vocab, num_chunks, CHUNK: tl.constexpr):
-    """Check that a chunk of a row contains neither NaN nor plus infinity."""
+    """Check whether a chunk of a row contains NaN or plus infinity."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=tokens < vocab, other=0.0)
@@ -34,7 +34,7 @@ def sound_argmax_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """Find a row's best token and check the row for NaN and plus infinity, which the arrival count records."""
+    """Find the best token in a row and check the row for NaN and plus infinity, recorded in the arrival count."""
     chunk, row_index = tl.program_id(0), tl.program_id(1)
     row = logits + row_index.to(tl.int64) * stride
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -43,7 +43,7 @@ def sound_argmax_kernel(
     own_tops, own_found = tops + row_index * num_chunks, found + row_index * num_chunks
     tl.store(own_tops + chunk, top)
     tl.store(own_found + chunk, token)
-    # Masked lanes past the last token load minus infinity, which is valid.
+    # Masked lanes after the last token load minus infinity, which is valid.
     arrival = tl.where(tl.sum(values, 0) < float("inf"), 1, 1 + _UNSOUND)
     # All threads must have stored their results before the arrival is counted.
     tl.debug_barrier()

@@ -1,6 +1,6 @@
-"""The backend for Intel Gaudi. Steps run as HPU graphs in lazy mode or are compiled by `hpu_backend` in compiled mode.
+"""The backend for Intel Gaudi. Steps run as HPU graphs in lazy mode; in compiled mode, `hpu_backend` compiles them.
 
-This backend has not yet run on a card. The emulated device in `card_emulator/` runs this file as is in both modes.
+This backend has not yet run on a real Gaudi. On the emulated card (`card_emulator/`), it runs unchanged in both modes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ TRAITS = DeviceTraits(
 )
 
 
-# The bridge raises a RuntimeError with this message if it cannot allocate a tensor or a running recipe's memory
+# The bridge raises a RuntimeError with this message if it cannot allocate a tensor or the memory for a recipe
 # (vllm-fork#257, #484, and vllm-gaudi's calibration guide).
 _ALLOCATION_FAILED = re.compile(r"Allocation (?:of|failed for) size ?::(\d+)")
 
@@ -97,7 +97,7 @@ class HpuGraphs(Graphs):
         def run(*args: Any) -> Any:
             tensors, rest = flatten(args)
             key = make_key(tensors, rest)
-            # Previously issued work must not become part of this graph.
+            # Launch previously issued work so that it does not become part of this graph.
             self._bridge.mark_step()
             if graph := graphs.get(key):
                 return graph.unpack_result(tensors, graph(tensors))
@@ -106,7 +106,7 @@ class HpuGraphs(Graphs):
             result = graph.unpack_result(tensors, graph(tensors))
             graphs[key] = graph
             if self._compiling_only:
-                graph(tensors)  # the second call may trigger more compilations
+                graph(tensors)  # the second call may cause more compilations
             return result
 
         return cast("Function", run)
@@ -152,7 +152,7 @@ class HpuMemory(StreamMemory):
         super().__init__(_hpu(), TRAITS.torch_device, graphs)
         self._bridge = bridge
         self._pinned: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
-        """Host memory for downloads, kept for reuse because each allocation calls the driver."""
+        """Pinned host memory for copies from the device, kept for reuse because each allocation calls the driver."""
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, KVPair]:
         by_layer = super().allocate_kv(kv_cache_config, layout)
@@ -173,7 +173,7 @@ class HpuMemory(StreamMemory):
     measures_peak = True
 
     def measure_peak(self, run: Callable[[], object]) -> int:
-        # A running recipe's memory may come from the bridge's pool or the driver, so the larger measurement is correct.
+        # A recipe's memory may come from the bridge's pool or from the driver, so the larger measurement applies.
         self._runtime.synchronize()
         allocated, free = self._runtime.memory_allocated(), self.free_bytes()
         self._runtime.reset_peak_memory_stats()
@@ -194,7 +194,7 @@ class HpuMemory(StreamMemory):
 
     @cached_property
     def _downloads(self) -> Any:
-        """Return the stream that copies results to the host."""
+        """Return the stream for copying results to the host."""
         return self._runtime.Stream()
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -208,8 +208,8 @@ class HpuMemory(StreamMemory):
             # For unpinned memory, the bridge copies in a callback that no event covers, so stale data could be read.
             arrived = tensor.cpu()
             return lambda: arrived
-        # The next replay may overwrite the results before they are copied, so download a clone. As in vllm-gaudi, use a
-        # separate stream.
+        # The next replay may overwrite the results before they are copied, so copy a clone. A separate stream is used,
+        # as in vllm-gaudi.
         copy = tensor.clone()
         issued = self._runtime.current_stream()
         with self._runtime.stream(self._downloads):
@@ -220,14 +220,14 @@ class HpuMemory(StreamMemory):
         return partial(self._finish_download, done, host, copy)
 
     def _finish_download(self, done: Any, host: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Wait for a download. The `source` argument keeps the copied tensor alive until then."""
+        """Wait for a copy to the host. `source` keeps the copied tensor alive until then."""
         done.synchronize()
         arrived = host.clone()
         self._pinned.setdefault((host.shape, host.dtype), []).append(host)
         return arrived
 
     def _take_pinned(self, like: torch.Tensor) -> torch.Tensor | None:
-        """Return pinned memory for a copy of `like`, or None if torch cannot allocate any."""
+        """Return pinned memory for a copy of `like`, or None if torch cannot allocate it."""
         if free := self._pinned.get((like.shape, like.dtype)):
             return free.pop()
         try:
@@ -243,14 +243,14 @@ class HpuMemory(StreamMemory):
 
 
 def _hpu() -> Any:
-    """Return torch.hpu, which is registered when the bridge is loaded."""
+    """Return torch.hpu, which exists once the bridge is loaded."""
     return importlib.import_module("habana_frameworks.torch.hpu")
 
 
-# The mask size in bytes per row at which the fused kernel starts to fail (vllm-gaudi#1749).
+# The size in bytes of a row's mask at which the fused kernel starts to fail (vllm-gaudi#1749).
 LARGEST_MASK = 2**31
 
-# Models for which the fast softmax is too imprecise: vllm-gaudi, extension/features.py (fp32_softmax), vllm-gaudi#831.
+# Models that need a more precise softmax: vllm-gaudi, extension/features.py (fp32_softmax), vllm-gaudi#831.
 _SOFTMAX_MODES = dict.fromkeys(("qwen2", "qwen2_5_vl", "qwen2_5_vl_text"), "fp32")
 
 
@@ -268,14 +268,14 @@ class HpuAttention(PairAttention):
         if call.flat is not None:
             return flat.attend(query_THD, keys, values, call, spec)
         if values is None or not self._can_fuse(spec):
-            # The fused kernel's documentation does not cover latent key sizes.
+            # The documentation of the fused kernel does not cover the size of latent keys.
             return padded.attend(query_THD, keys, values, call, spec)
         return self._attend_fused(query_THD, keys, values, call, spec)
 
     def _can_fuse(self, spec: AttentionLayerSpec) -> bool:
         """Whether the fused kernel supports a layer.
 
-        ALiBi slopes would need a bias as large as all of the layer's attention scores (quirk A23).
+        ALiBi slopes would require a bias as large as all of the layer's attention scores (quirk A23).
         """
         if self._fused_sdpa is None or spec.layer_operations or spec.logits_soft_cap or spec.slopes_H is not None:
             return False
@@ -289,7 +289,7 @@ class HpuAttention(PairAttention):
         call: AttentionCall,
         spec: AttentionLayerSpec,
     ) -> torch.Tensor:
-        """Compute attention from prompt chunks to everything cached for their rows, including the chunks themselves."""
+        """Compute attention from prompt chunks to all cached keys in their rows, including those of the chunks."""
         query_BHQD = _split_rows(query_THD, call)
         if call.fresh_kv and _sees_all_before(call, spec):
             keys_BKSD, values_BKSD = (_split_rows(part_TKD, call) for part_TKD in call.fresh_kv)
@@ -300,7 +300,7 @@ class HpuAttention(PairAttention):
             mask = call.plan(("mask", spec.mask_key, spec.dtype), lambda: _build_mask(call, spec))
             size = _choose_split(mask)
         softmax_mode = "None" if spec.dtype != torch.bfloat16 else _SOFTMAX_MODES.get(spec.model_type, "fast")
-        # Only positional arguments are documented: no dropout mask, no probabilities, and no window.
+        # Only positional arguments are documented. These disable dropout, returned probabilities, and windows.
         sinks = () if spec.sinks_H is None else (False, False, (-1, -1), spec.sinks_H)
         rest = (0.0, mask is None, spec.scale, softmax_mode, True, None, "right", *sinks)
         if mask is None or size == call.num_queries:
@@ -311,7 +311,7 @@ class HpuAttention(PairAttention):
                 [self._fused_sdpa.apply(query, keys_BKSD, values_BKSD, part, *rest) for query, part in parts], dim=2
             )
         if sinks and self._bridge.regions is None:
-            self._bridge.mark_step()  # as in vllm-gaudi, for an unpublished reason (quirk A13)
+            self._bridge.mark_step()  # also done in vllm-gaudi, for an unpublished reason (quirk A13)
         return attended_BHQD.transpose(1, 2).flatten(0, 1)
 
 
@@ -326,7 +326,7 @@ class HpuWeights(Weights):
 
     @property
     def fp8_range(self) -> str | None:
-        # Querying the name instead may print lines from the runtime's log.
+        # Querying the device's name instead may print lines from the runtime's log.
         experimental = importlib.import_module("habana_frameworks.torch.utils.experimental")
         kind = experimental._get_device_type()
         return {
@@ -352,16 +352,16 @@ class HpuWeights(Weights):
             model.to(TRAITS.torch_device)
             _move_plain_tensors(model, TRAITS.torch_device)
         mark_layers(model, self._bridge.mark_step, gaudi_layers_of_a_recipe())
-        # Wait for the copies. Nothing is derived from the weights, because graphs read them in place.
+        # Wait for the copies. Nothing is derived from weights, because graphs read them in place.
         self._bridge.mark_step()
         _hpu().synchronize()
 
 
 def mark_layers(model: nn.Module, mark_step: Callable[[], None], every: int) -> None:
-    """Break the graph after every `every`-th layer with attention.
+    """Insert a graph break after every `every`-th layer with attention.
 
-    Identical layers then share one recipe, which is compiled only once. Compiling a whole model as one recipe takes a
-    long time, and the recipe may be too large to run (optimum-habana 1722).
+    Identical layers then share a recipe, which is compiled only once. Compiling a whole model as one recipe takes a
+    long time, and such a recipe may be too large to run (optimum-habana#1722).
     """
     layers: list[nn.Module] = []
     inside: set[nn.Module] = set()
@@ -377,28 +377,28 @@ def mark_layers(model: nn.Module, mark_step: Callable[[], None], every: int) -> 
 
 
 def _move_plain_tensors(model: nn.Module, device: torch.device) -> None:
-    """Move tensors that are neither parameters nor buffers, which `Module.to` leaves on the host.
+    """Move tensors that are neither parameters nor buffers, because `Module.to` leaves them on the host.
 
     Modules that share a tensor still share it afterwards. INC's scales stay on the host, where INC needs them (quirk
-    Q15), and so do zero-dimensional tensors, which become part of a graph.
+    Q15). Zero-dimensional tensors also stay on the host, because they become part of a graph.
     """
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
         scales = getattr(module, "scale_members", ())
         for name, tensor in list(vars(module).items()):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.dim() and name not in scales:
-                # Keep the original alive as well, so that its `id` is not reused in the meantime.
+                # Keep the original alive, so that its `id` is not reused during the loop.
                 setattr(module, name, moved.setdefault(id(tensor), (tensor, tensor.to(device)))[1])
 
 
 def _has_argument(fused: Any, name: str) -> bool:
-    """Whether a bridge operator has an argument with this name, which may appear in `forward`, `apply`, or both."""
+    """Whether a bridge operator has an argument with this name in `forward`, `apply`, or both."""
     functions = (getattr(fused, kind, None) for kind in ("forward", "apply"))
     return any(name in inspect.signature(function).parameters for function in functions if function is not None)
 
 
 def _passes_sinks_on() -> bool:
-    """Whether the bridge passes sinks to the kernel.
+    """Whether the bridge passes attention sinks to the kernel.
 
     If the corresponding flag is off, the bridge silently drops sinks (quirk A32).
     """
@@ -413,17 +413,17 @@ def _split_rows(tensor_THD: torch.Tensor, call: AttentionCall) -> torch.Tensor:
 
 
 def _sees_all_before(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
-    """Whether each query attends to exactly the chunk's keys up to its own, so that the kernel's causal mode suffices.
+    """Whether each query attends to exactly the chunk's keys up to its own, so the kernel's causal mode can be used.
 
-    This is false with sinks, because no known source uses them in this mode.
+    The result is false with sinks, because no known source uses sinks in this mode.
     """
     reach = min(spec.sliding_window or call.num_queries, spec.attention_chunk or call.num_queries)
     return spec.is_causal and reach >= call.num_queries and call.spans is None and spec.sinks_H is None
 
 
 def _build_mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
-    """Return the mask [B, 1, Q, keys] to add to the scores."""
-    # With Python numbers, `where` would produce float32, and the mask would have to be converted.
+    """Return the mask [B, 1, Q, keys] that is added to the scores."""
+    # With Python numbers, `where` would return float32, and the mask would have to be converted.
     seen, hidden = (
         torch.full((), value, dtype=spec.dtype, device=call.starts_B.device)
         for value in (0.0, torch.finfo(spec.dtype).min)
@@ -434,8 +434,8 @@ def _build_mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
 def _choose_split(mask: torch.Tensor) -> int:
     """Return the number of queries to process at once with a mask [B, 1, Q, keys].
 
-    This minimizes the number of calls and makes them similar in size. The kernel uses 32-bit mask offsets, and a row
-    with a 2 GiB mask produces NaN (quirk A30).
+    The result minimizes the number of calls and makes the calls similar in size. The kernel uses 32-bit mask offsets,
+    and a row with a mask of 2 GiB returns NaN (quirk A30).
     """
     num_queries, num_keys = mask.shape[-2:]
     at_once = max((LARGEST_MASK - 1) // (num_keys * mask.element_size()), 1)
@@ -443,6 +443,6 @@ def _choose_split(mask: torch.Tensor) -> int:
 
 
 def _read_metric(name: str) -> dict[str, Any]:
-    """Return the bridge's counters since the process started, or an empty dict if the build does not have them."""
+    """Return the bridge's counters since the process started, or an empty dict if this build has none."""
     metric = importlib.import_module("habana_frameworks.torch.hpu.metrics").metric_global(name)
     return {} if metric is None else dict(entry for entry in metric.stats() if len(entry) == 2)

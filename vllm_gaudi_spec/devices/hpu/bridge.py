@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Bridge(NamedTuple):
-    """`habana_frameworks.torch` and the mode in which it runs."""
+    """The module `habana_frameworks.torch` and the mode in which it runs."""
 
     habana: Any
     regions: RegionCompiler | None
-    """The compiler in compiled mode; None in lazy mode."""
+    """The region compiler in compiled mode, or None in lazy mode."""
     mark_step: Callable[[], None]
     """Ends and launches the pending graph in lazy mode, or ends the region being traced in compiled mode."""
 
@@ -31,8 +31,8 @@ class Bridge(NamedTuple):
 def open_bridge() -> Bridge:
     """Load the bridge without opening the card.
 
-    vLLM's front end also creates a backend, and a card that it opened would not be available to the engine. The import
-    registers `torch.hpu` and the "hccl" process group. It reads the environment only once.
+    vLLM's front end also creates a backend, and if it opened the card, the card would not be available to the engine.
+    Importing the bridge registers `torch.hpu` and the "hccl" process group. The bridge reads the environment only once.
     """
     habana, is_lazy = _import_bridge(), gaudi_is_lazy()
     if habana.utils.internal.is_lazy() != is_lazy:

@@ -1,4 +1,4 @@
-"""Wraps a function as one HPU graph that reads every tensor in its input list and returns a tuple of new tensors."""
+"""Wraps a function as one HPU graph, which reads every tensor in its input list and returns a tuple of new tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_gaudi_spec.devices.common.arguments import find_tensors, flatten, get_
 
 
 class CapturedFunction(nn.Module):
-    """A function and its non-tensor arguments, as a module that can be captured as a graph."""
+    """A function and its non-tensor arguments, as a module that can be captured."""
 
     def __init__(self, function: Callable[..., Any], rest: Any) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class CapturedFunction(nn.Module):
         self._error: Exception | None = None
         self._form: Any = None
         self._sources: list[tuple[bool, int]] = []
-        """For each result tensor, whether it is an argument and its index among the arguments or outputs."""
+        """For each tensor in the result, whether it is an argument, and its index among the arguments or outputs."""
 
     def forward(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         reads = _Reads(tensors)
@@ -32,7 +32,7 @@ class CapturedFunction(nn.Module):
             with reads:
                 result = self._function(*rebuild(tensors, self._rest))
         except Exception as error:
-            # An exception would leave the capture open, so `unpack_result` raises it outside.
+            # An exception would leave the capture open, so `unpack_result` raises it after the capture.
             self._error = error
             return ()
         found, self._form = flatten(result)
@@ -40,20 +40,20 @@ class CapturedFunction(nn.Module):
         self._sources = []
         index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
         for tensor in found:
-            # If the graph returned an argument, it would return the captured tensor instead of the current one.
+            # If the graph returned an argument, replays would return the captured tensor, not the current one.
             index = index_of.get(id(tensor))
             self._sources.append((False, len(outputs)) if index is None else (True, index))
             if index is None:
                 outputs.append(tensor)
-        # If a graph does not read an argument, the bridge copies the argument over the captured tensor at each call,
-        # using a graph that the second call compiles (bridge 1.19, graphs.py). To avoid this, read one element of each
-        # such argument.
+        # If a graph does not read an argument, the bridge copies the argument over the captured tensor at each call, in
+        # a graph that is compiled at the second call (bridge 1.19, graphs.py). To avoid these copies, read one element
+        # of each such argument.
         read = reads.of(outputs)
         unread = (tensor for index, tensor in enumerate(tensors) if index not in read and tensor.numel())
         return (*outputs, *(tensor[(0,) * tensor.dim()].clone() for tensor in unread))
 
     def unpack_result(self, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Any:
-        """Return the function's result, reconstructed from the graph's outputs."""
+        """Return the function's result, reconstructed from the outputs of the graph."""
         if self._error is not None:
             raise self._error
         found = [tensors[index] if is_argument else outputs[index] for is_argument, index in self._sources]
@@ -61,12 +61,12 @@ class CapturedFunction(nn.Module):
 
 
 class _Reads(TorchDispatchMode):
-    """Records the arguments that affect results or tensors modified in place. A lazy graph reads only these."""
+    """Records which arguments affect results or tensors that are modified in place. A lazy graph reads only these."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._needed: set[int] = set()
-        # Maps each tensor to the indices of the arguments on which it depends.
+        # Maps each tensor to the indices of the arguments that it depends on.
         self._parts: Any = WeakTensorKeyDictionary()
         self._made: Any = WeakTensorKeyDictionary()
         for index, tensor in enumerate(tensors):

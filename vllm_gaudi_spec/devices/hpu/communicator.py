@@ -1,4 +1,4 @@
-"""Collectives between Gaudi cards. In lazy mode, each collective ends the pending graph."""
+"""Collectives between Gaudi cards. In lazy mode, every collective ends the pending graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that were validated against transformers in captured graphs on a real or emulated Gaudi, keyed by mode."""
+"""Models that were compared with transformers in captured graphs on a real or emulated Gaudi, keyed by mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEDIA = {
         "Qwen2_5_VLForConditionalGeneration",
     ),
 }
-"""Classes that were validated on images."""
+"""Classes that were compared on images."""
 
 RECURRENT = {
     "lazy": (

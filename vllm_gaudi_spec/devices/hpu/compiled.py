@@ -18,13 +18,13 @@ def make_region_compiler() -> RegionCompiler:
 
 
 def _compile(module: fx.GraphModule, examples: list[torch.Tensor]) -> Any:
-    from torch._dynamo import lookup_backend  # imported late: it takes a second, and lazy mode does not need it
+    from torch._dynamo import lookup_backend  # imported here because it takes a second and lazy mode does not need it
 
     return lookup_backend("hpu_backend")(module, examples)
 
 
 def _integer_where(condition: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> Any:
-    """Rewrite `where` on integers, because it would be compiled incorrectly (quirk C17)."""
+    """Rewrite `where` on integers, which would be compiled incorrectly (quirk C17)."""
     if any(value.is_floating_point() or value.dtype is torch.bool for value in (left, right)):
         return NotImplemented
     kind = torch.result_type(left, right)
@@ -33,12 +33,12 @@ def _integer_where(condition: torch.Tensor, left: torch.Tensor, right: torch.Ten
 
 
 def _product(left: torch.Tensor, right: Any) -> Any:
-    """Rewrite multiplication by booleans, because it breaks the graph (quirk C16)."""
+    """Rewrite multiplication by booleans, which would split the graph (quirk C16)."""
     return left * int(right) if isinstance(right, bool) and left.dtype is not torch.bool else NotImplemented
 
 
 def _booleans(make: Any) -> Callable[..., Any]:
-    """Rewrite an operation that fills a tensor with booleans, because it breaks the graph (quirk C16)."""
+    """Rewrite an operation that fills a tensor with booleans, which would split the graph (quirk C16)."""
 
     def rewrite(*args: Any, **kwargs: Any) -> Any:
         like = args[0].dtype if isinstance(args[0], torch.Tensor) else None
@@ -52,7 +52,7 @@ def _booleans(make: Any) -> Callable[..., Any]:
 
 
 def _rows(tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> Any:
-    """Rewrite indexing along one dimension, because it breaks the graph (quirk C16)."""
+    """Rewrite indexing along one dimension, which would split the graph (quirk C16)."""
     indexed = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if len(indexed) != 1 or indexed[0][1].dtype in (torch.bool, torch.uint8) or not indexed[0][1].dim():
         return NotImplemented

@@ -1,4 +1,4 @@
-"""The Gaudi backend on an emulated card. Only FP8 differs."""
+"""The Gaudi backend on an emulated card, which differs only in FP8."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from vllm_gaudi_spec.environment import (
     gaudi_is_lazy,
 )
 
-# This must precede the backend import, because the emulator provides `habana_frameworks`. If torch has loaded the card
-# automatically, as it does with Habana's bridge, the card already has a mode, which `open_bridge` checks.
+# This call must precede the backend's import, because the emulator provides `habana_frameworks`. If torch has loaded
+# the card automatically, as with Habana's bridge, the card already has a mode, which `open_bridge` checks.
 _card = card_emulator.device()
 card_emulator.install(generation=emulated_generation(), lazy=_card.lazy if _card.installed else gaudi_is_lazy())
 _card.lazy_collectives = gaudi_has_lazy_collectives()

@@ -19,10 +19,10 @@ def fused() -> Fused | None:
     mixture = find_kernel("torch.ops.hpu", "mixture_of_experts")
 
     def run(call: Call) -> torch.Tensor:
-        """Call the operator as vllm-gaudi does (v0.26.0, extension/ops.py), except for the expert IDs.
+        """Call the operator in the same way as vllm-gaudi (v0.26.0, extension/ops.py), except for the expert IDs.
 
-        The operator looks up weights by ID, so IDs count from this rank's first expert (vllm-gaudi#1796). `experts_max`
-        is inclusive.
+        The operator looks up weights by ID, so IDs are counted from this rank's first expert (vllm-gaudi#1796).
+        `experts_max` is inclusive.
         """
         ids_TK, weights_TK = call.chosen()
         result: torch.Tensor = mixture(
@@ -44,6 +44,6 @@ def fused() -> Fused | None:
 def _takes(call: Call) -> bool:
     """Whether the operator supports a call.
 
-    Calls with biases, as in gpt-oss, are rejected: biases led to incoherent text for Gaudi 3 users on release 1.24.
+    Calls with biases, as in gpt-oss, are not supported, because on release 1.24 they gave Gaudi 3 users garbled text.
     """
     return call.activation in _ACTIVATIONS and call.b13_EJ is None and not call.weighs_inputs

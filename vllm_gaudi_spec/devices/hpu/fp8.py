@@ -1,7 +1,7 @@
-"""FP8 on Gaudi: its arithmetic, and Intel Neural Compressor (INC), which quantizes models for it.
+"""FP8 on Gaudi: FP8 arithmetic, and Intel Neural Compressor (INC), which quantizes models.
 
-The INC code is based on INC's sources and vllm-gaudi's use of them. It has not been run. On the emulated card, the
-arithmetic is used to simulate INC.
+The code that calls INC is based on INC's sources and on how vllm-gaudi uses them. This code has never run. On the
+emulated card, the FP8 arithmetic is used to simulate INC.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class GaudiArithmetic:
         self._largest = largest
 
     def cast(self, x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        # Clamp first: neither the card's saturation behavior in casts nor the scale shapes that it supports are
-        # published (quirk Q01).
+        # Clamp first, because neither the card's saturation in casts nor its supported scale shapes are published
+        # (quirk Q01).
         multiplier: torch.Tensor | None = None
         if inverse.dim() > 1:
             x = (x.float() * inverse).clamp(-self._largest, self._largest)
@@ -69,17 +69,17 @@ class GaudiArithmetic:
 
 
 def prepare_loading() -> None:
-    """Tell the bridge, before weights are loaded, that the model will be quantized."""
+    """Inform the bridge, before weights are loaded, that the model will be quantized."""
     importlib.import_module("habana_frameworks.torch.core").hpu_inference_set_env()
 
 
 class Measured:
-    """A model that INC measures (see `Measuring`). INC also measures padding."""
+    """A model that is measured by INC (see `Measuring`). INC also measures padding."""
 
     reads_logits = False
 
     def __init__(self, inc: Any, model: nn.Module, stem: Path) -> None:
-        """Initialize the measurement. `stem` is the common prefix of INC's file names."""
+        """Initialize the measurement. `stem` is the common prefix of the names of INC's files."""
         self._inc, self._model, self._stem = inc, model, stem
 
     def counting(self, real_T: torch.Tensor) -> AbstractContextManager[None]:
@@ -87,7 +87,7 @@ class Measured:
 
     def write(self) -> None:
         self._inc.finalize_calibration(self._model)
-        # INC has one list for all models in a process, but it sets this attribute on the modules that it measures.
+        # INC has one list for all models in the process, but it sets this attribute on each module that it measures.
         measured = [name for name, module in self._model.named_modules() if getattr(module, "_mod_extra_config", None)]
         files.write_looked_at(self._stem, [name.replace("_orig_mod.", "") for name in measured])
 
@@ -123,7 +123,7 @@ def _import(quant_config: QuantConfig) -> Any:
 
 @contextmanager
 def _exclude_modules(model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Iterator[str]:
-    """Yield the path to the user's file or to a copy that also blocks the modules in `LoadContext.apart`."""
+    """Yield the path of the user's file, or of a copy that also excludes the modules in `LoadContext.apart`."""
     apart = [name for name, module in model.named_modules() if name and module in load_context.apart]
     if not apart:
         yield quant_config.path

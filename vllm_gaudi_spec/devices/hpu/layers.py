@@ -1,4 +1,4 @@
-"""Replaces vLLM's layers with Gaudi's fused norms, rotary embeddings, and experts, and replaces its logits scaling.
+"""Replaces vLLM's layers with Gaudi's fused norms, rotary embeddings, and experts, and replaces vLLM's logits scaling.
 
 Importing this module registers the replacements.
 """
@@ -59,9 +59,9 @@ experts.register(hpu_experts.fused())
 
 @LogitsProcessor.register_oot
 class HpuLogitsProcessor(LogitsProcessor):
-    """Scales logits, as Granite and Cohere do, without writing through a view.
+    """Scales logits, as required by Granite and Cohere, without writing through a view.
 
-    vLLM scales a view without the vocabulary padding in place, and a captured graph on Gaudi cannot write through views
+    vLLM scales in place a view that excludes vocabulary padding, but a captured Gaudi graph cannot write through views
     (quirk L06).
     """
 
@@ -72,12 +72,12 @@ class HpuLogitsProcessor(LogitsProcessor):
         embedding_bias: torch.Tensor | None = None,
         skip_gather: bool = False,
     ) -> torch.Tensor | None:
-        # Do not call `super()`, because `self` is a wrapper of a different class if LoRA is used.
+        # Do not call `super()`, because `self` is a wrapper of a different class if LoRA is enabled.
         if self.logits_as_input:
             logits: torch.Tensor | None = hidden_states
         else:
             logits = self._get_logits(hidden_states, lm_head, embedding_bias, skip_gather)
-        if logits is None:  # this rank does not gather logits
+        if logits is None:  # this rank does not receive the gathered logits
             return None
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap

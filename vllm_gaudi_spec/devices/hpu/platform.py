@@ -30,14 +30,14 @@ class HpuSpecPlatform(CapturingPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         set_gaudi_defaults()
-        gaudi_memory_reserve()  # these two calls reject unknown values
+        gaudi_memory_reserve()  # both calls reject unknown values
         gaudi_layers_of_a_recipe()
         _refuse_float16(vllm_config)
         super().check_and_update_config(vllm_config)
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """No-op: the environment selects the process's only card."""
+        """No-op: the environment selects the only card that the process uses."""
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:
@@ -49,9 +49,9 @@ class HpuSpecPlatform(CapturingPlatform):
 
 
 def _refuse_float16(vllm_config: VllmConfig) -> None:
-    """Reject float16 if the user sets it. Otherwise, vLLM chooses a supported dtype for a float16 checkpoint.
+    """Reject float16 if the user requests it. Otherwise, vLLM chooses a supported dtype for a float16 checkpoint.
 
-    Gaudi kernels do not support float16 (quirk S17). The self-test fails in float16, because adding float16's lowest
+    Gaudi kernels do not support float16 (quirk S17). The self-test fails in float16, because adding the lowest float16
     value to a score does not mask every key.
     """
     model = vllm_config.model_config

@@ -1,6 +1,6 @@
 """Drafting with any model for any target, even if their vocabularies differ.
 
-token_bytes.py determines the bytes that each token stands for, and vocab_map.py matches the tokens of two models.
-pairs.py does both for the configured models. timeline.py converts a row's text to the drafter's tokens and converts
-drafts to the target's tokens, using encoder.py. text_drafting.py uses these modules to draft.
+token_bytes.py determines the bytes that each token represents, and vocab_map.py matches the tokens of two models.
+pairs.py does both for the configured models. timeline.py converts the text of a row to drafter tokens and converts
+drafts to target tokens, using encoder.py. text_drafting.py drafts with these modules.
 """

@@ -1,4 +1,4 @@
-"""Incremental encoding, which avoids encoding a growing text from its start each time."""
+"""Incremental encoding, so that a growing text is not encoded from its start each time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from vllm_gaudi_spec.drafting.universal.token_bytes import encode_text
 if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer
 
-# Number of tokens to encode again when a text grows. New text may change the last word or, in tokenizers without words,
-# the last few tokens. The first `_UNSURE` tokens in a window may differ from those in the whole text.
+# Number of tokens to encode again when text is appended. New text may change the last word or, for tokenizers without
+# words, the last few tokens. The first `_UNSURE` tokens of a window may differ from the tokens of the whole text.
 _WINDOW = 32
 _UNSURE = 8
 
@@ -23,21 +23,21 @@ _UNSURE = 8
 class Encoded:
     ids: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    """The end of each token, in characters. If tokens share a character, all of them end after it."""
+    """The end of each token, in characters. Tokens that share a character all end after that character."""
 
     def count_tokens_before(self, position: int) -> int | None:
-        """Return the number of tokens before a position in the text, or None if a token extends across it."""
+        """Return the number of tokens before a text position, or None if the position is inside a token."""
         count = bisect_right(self.ends, position)
         return count if position == (self.ends[count - 1] if count else 0) else None
 
 
 class Encoder:
-    """A fast tokenizer that does not add special tokens to a text."""
+    """A fast tokenizer that adds no special tokens to a text."""
 
     def __init__(self, model: ModelTokenizer, size: int) -> None:
         """
         Args:
-            size: Size of the model's vocabulary. The tokenizer may have more tokens.
+            size: Size of the model's vocabulary. The tokenizer may have more tokens than the model.
         """
         from tokenizers import processors
 
@@ -55,9 +55,9 @@ class Encoder:
         bare, whole = self._backend.encode("a", add_special_tokens=False).ids, self._backend.encode("a").ids
         self.opening: list[int] = [token for token in whole[: _find_sublist(whole, bare)] if token < size]
         """Tokens that the tokenizer adds before a text, such as bos."""
-        # If the target spells out the name of a special token, treat it as ordinary text.
+        # If the target writes the name of a special token, treat the name as ordinary text.
         self._backend.encode_special_tokens = True
-        # Some post-processors exclude spaces from the offsets of tokens.
+        # Some post-processors exclude spaces from token offsets.
         self._backend.post_processor = processors.ByteLevel(trim_offsets=False)
 
     def encode(self, text: str) -> Encoded:
@@ -66,7 +66,7 @@ class Encoder:
         return Encoded([token for token, _ in pairs], [end for _, end in pairs])
 
     def extend(self, encoded: Encoded, text: str) -> int:
-        """Update the tokens for a text that has grown to `text`. Return the number of unchanged tokens at the start."""
+        """Update the tokens for a text that has grown to `text`. Returns the number of unchanged tokens."""
         before = max(len(encoded.ids) - _WINDOW, 0)
         begin = encoded.ends[before - 1] if before else 0
         before = bisect_right(encoded.ends, begin) if before else 0
@@ -82,7 +82,7 @@ class Encoder:
 
 
 def _splice(encoded: Encoded, old: int, window: Encoded, new: int) -> int:
-    """Replace the tokens from index `old` with the window's tokens from index `new`."""
+    """Replace all tokens from index `old` on with the tokens of the window from index `new` on."""
     fresh = window.ids[new:]
     same = old + count_common_prefix(encoded.ids[old:], fresh)
     encoded.ids[old:] = fresh
@@ -91,7 +91,6 @@ def _splice(encoded: Encoded, old: int, window: Encoded, new: int) -> int:
 
 
 def count_common_prefix(some: Sequence[int], others: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
     pairs = enumerate(zip(some, others, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(some), len(others)))
 

@@ -1,4 +1,4 @@
-"""The mapping between two models' vocabularies, which is read from their tokenizers at startup."""
+"""The mapping between two models' vocabularies, which is built from their tokenizers at startup."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = init_logger(__name__)
 
 
 def require_same_vocabulary(vllm_config: VllmConfig) -> SameVocabulary:
-    """Check that equal IDs stand for equal tokens, as the method `draft_model` requires."""
+    """Check that equal token IDs represent equal tokens, as the method `draft_model` requires."""
     speculative = vllm_config.speculative_config
     assert speculative is not None
     target, draft = vllm_config.model_config, speculative.draft_model_config
-    # vLLM assigns the target's tokenizer to the drafter, whose own tokenizer is stored with its weights.
+    # vLLM assigns the target's tokenizer to the drafter; the drafter's own tokenizer is stored with its weights.
     draft_vocab = load_tokenizer(draft.model, draft.revision, draft.trust_remote_code).tokenizer.get_vocab()
     if draft_vocab != _load_tokenizer(target).tokenizer.get_vocab():
         raise UnsupportedConfigError(
@@ -36,7 +36,7 @@ def require_same_vocabulary(vllm_config: VllmConfig) -> SameVocabulary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
-    """Two models with different vocabularies, as described by their tokenizers."""
+    """Two models with different vocabularies, as defined by their tokenizers."""
 
     target: ModelTokenizer
     drafter: ModelTokenizer
@@ -64,7 +64,7 @@ class Pair:
 def _load_tokenizer(model: ModelConfig) -> ModelTokenizer:
     loaded = load_tokenizer(model.tokenizer, model.tokenizer_revision, model.trust_remote_code)
     ids, size = loaded.tokenizer.get_vocab().values(), model.get_vocab_size()
-    # IDs beyond the model's vocabulary are harmless padding, but the list of tokens extends to the largest ID.
+    # IDs beyond the model's vocabulary are harmless padding, but the token list extends to the largest ID.
     if (largest := max(ids, default=0)) >= max(len(ids), size):
         raise UnsupportedConfigError(
             f"The tokenizer of {model.model} has {len(ids)} tokens, but its largest id is {largest}, and the model has "
@@ -74,10 +74,10 @@ def _load_tokenizer(model: ModelConfig) -> ModelTokenizer:
 
 
 def _choose_stand_in(drafter: ModelTokenizer) -> int:
-    """Return the token that the drafter reads in place of target tokens it lacks, so that every token has a position.
+    """Return the token that the drafter reads in place of tokens it lacks, so every target token has a position.
 
-    This is a space, because it carries the least meaning. The drafter's unk token is often its end-of-text token, which
-    would mean that a document has ended.
+    The result is a space, the most neutral choice. The drafter's unk token is often also its end-of-text token, which
+    marks the end of a document.
     """
     ids: list[int] = drafter.tokenizer.encode(" ", add_special_tokens=False)
     return ids[0] if ids else 0

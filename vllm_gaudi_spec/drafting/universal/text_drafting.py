@@ -1,11 +1,11 @@
-"""Drafting with a model that reads the target's text using its own tokens and positions.
+"""Drafting with a model that reads the target's text in its own tokens and at its own positions.
 
-The host stores each row's text as drafter tokens, so drafting runs after the step's device-to-host sync. The first
-forward pass in a drafting round reads the unread tokens if there are few. If there are more, as for a prompt, they are
-read before the round in the shapes of prompt chunks. It makes no difference why a row lags: it may be new or resumed,
-have a cached prefix, or have gone without drafts for a while. The proposer runs on the device with static shapes.
+The host stores each row's text as drafter tokens, so drafting runs after the step's device-to-host sync. If a row has
+few unread tokens, the first forward pass in drafting reads them. More tokens, such as those of a prompt, are read
+before drafting, in the shapes of prompt chunks. It does not matter why a row has unread tokens: it may be new or
+resumed, have a cached prefix, or have had no drafts for a while. The proposer runs on the device with static shapes.
 
-N is the number of tokens that a row reads in a forward pass.
+N is the number of tokens that each row reads in a forward pass.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.step_inputs import RowInputs
 
 
-# Maximum number of tokens by which a text may shrink when its end is encoded again.
+# Maximum number of tokens that a text may lose when its end is encoded again.
 _SLACK = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """Tokens that the drafter must read before it can draft. Rows that do not draft have none."""
+    """Tokens that the drafter must read before drafting. Rows that do not draft have no such tokens."""
 
     tokens_BN: torch.Tensor
     """int32, in the drafter's vocabulary."""
     starts_B: torch.Tensor
-    """int32: position of the first token, as the drafter counts positions."""
+    """int32: position of the first token in the drafter's own numbering."""
     num_real_B: torch.Tensor
     """int32: number of unread tokens."""
 
@@ -67,12 +67,12 @@ class RetokenizedProposer:
         self._translation = translation
 
     def read(self, chunk: Inputs) -> None:
-        """Write the KV for tokens of a text that is too long for a round to read."""
+        """Write the KV for tokens of a text that is too long to be read while drafting."""
         self._model.forward(chunk)
 
     def propose(self, request: DraftRequest, unread: Unread) -> Drafts:
         rows, width = unread.tokens_BN.shape
-        # A row without unread tokens is at position 0 and writes to the pad block.
+        # Rows without unread tokens use position 0 and write to the pad block.
         starts_B = torch.where(unread.num_real_B > 0, unread.starts_B, 0)
         hidden = self._model.forward(
             build_rectangle(unread.tokens_BN, starts_B, unread.num_real_B, request.blocks, request.row_operations)
@@ -119,11 +119,11 @@ class TextDrafting(Drafting):
         self._timelines: dict[int, Timeline] = {}
         """Maps rows to timelines."""
         self._num_followed: dict[int, int] = {}
-        """Maps rows to the number of target tokens that the timeline contains."""
+        """Maps rows to the number of target tokens included in the timeline."""
         self._outgrown: dict[int, str] = {}
-        """Maps rows to requests without drafts due to the drafter's maximum length, until the rows sample again."""
+        """Maps rows to requests without drafts because of the drafter's maximum length, until the rows sample again."""
         self._drafts: dict[str, list[int]] = {}
-        """Maps requests to draft tokens, or to as many zeros if the tokens are on the device."""
+        """Maps requests to draft tokens, or to the same number of zeros if the tokens are on the device."""
         self._unread_drafts: Drafts | None = None
         self._read_rows = requests.backend.graphs.graph(self._read_on_device)
         self._draft_rows = requests.backend.graphs.graph(self._draft_on_device)
@@ -146,7 +146,7 @@ class TextDrafting(Drafting):
             self._history.exclude(request.row)
 
     def _reset_rows(self, requests: list[Request]) -> None:
-        """Reset the timelines for these requests. Rows without a timeline do not get one."""
+        """Reset the timelines for these requests. Rows without a timeline are skipped."""
         for request in requests:
             if request.row in self._timelines:
                 self._timelines[request.row] = Timeline(self._reader)
@@ -156,7 +156,7 @@ class TextDrafting(Drafting):
         return self._guard.take_rounds()
 
     def find_outgrown_requests(self) -> Collection[str]:
-        return tuple(self._outgrown.values())  # a copy, because `propose_on_host` changes it
+        return tuple(self._outgrown.values())  # a copy, because `propose_on_host` modifies it
 
     def gather_probs(self, rows_B: torch.Tensor, num_drafts: int) -> torch.Tensor | None:
         return self._draft_probs.gather(rows_B, num_drafts)
@@ -167,7 +167,7 @@ class TextDrafting(Drafting):
     def get_draft_token_ids(self, step: StepResult) -> DraftTokenIds:
         names = [request.req_id for request in step.requests]
         if self._unread_drafts is not None and any(request.params.structured_outputs for request in step.requests):
-            # The scheduler checks drafts against the grammar before they are verified.
+            # The scheduler checks drafts against the grammar before verification.
             tokens = self._requests.backend.memory.download(self._unread_drafts.tokens_BK).tolist()
             for name, row in zip(names, tokens, strict=False):
                 self._drafts[name] = row[: len(self._drafts.get(name, ()))]
@@ -200,7 +200,7 @@ class TextDrafting(Drafting):
         self._catch_up([member.request.row for member in members])
         unread = max(self._count_unread(member.request.row) for member in members)
         longest = max(len(self._timelines[member.request.row]) for member in members)
-        # Padding and drafts may extend beyond the longest row.
+        # Padding and drafts may extend past the end of the longest row.
         context = self._shapes.fit_context(longest + self._widths[-1])
         width = next(width for width in self._widths if width >= unread)
         num_rows, branch = self._shapes.fit_rows(len(step.requests)), self._choice.choose_branch(step.requests)
@@ -211,7 +211,7 @@ class TextDrafting(Drafting):
             self._store_rewritten_drafts(step, members, drafts)
 
     def _apply_own_limit(self, member: DraftingRow) -> DraftingRow | None:
-        """Apply the drafter's own limit, counted in its own tokens. Return None for a row that cannot draft."""
+        """Apply the drafter's limit, counted in its own tokens. Returns None for a row that cannot draft."""
         row = member.request.row
         timeline = self._timelines.get(row)
         if timeline is None:
@@ -221,7 +221,7 @@ class TextDrafting(Drafting):
         timeline.extend(new_np.tolist())
         self._num_followed[row] += len(new_np)
         if len(timeline) > self._kv_region.length + _SLACK:
-            del self._timelines[row]  # drafting ends permanently for this row
+            del self._timelines[row]  # this row never drafts again
             self._outgrown[row] = member.request.req_id
             return None
         if not timeline.is_complete or not len(timeline):
@@ -235,12 +235,12 @@ class TextDrafting(Drafting):
         return replace(member, max_drafts=max_drafts)
 
     def _count_unread(self, row: int) -> int:
-        """Return the number of unread tokens, at least 1, because the logits after the last token are always needed."""
+        """Return the number of unread tokens, at least 1 because the last token's logits are always needed."""
         timeline = self._timelines[row]
         return max(len(timeline) - timeline.num_read, 1)
 
     def _catch_up(self, rows: list[int]) -> None:
-        """Read tokens until the remaining ones fit in a round."""
+        """Read tokens until drafting can read the remaining ones."""
         max_unread = self._widths[-1]
         while lagging := sorted(
             (row for row in rows if self._count_unread(row) > max_unread), key=self._count_unread, reverse=True
@@ -253,7 +253,7 @@ class TextDrafting(Drafting):
             self._read_chunks(list(zip(group, counts, strict=True)), shape.rows, shape.queries, shape.context)
 
     def _read_chunks(self, members: list[tuple[int, int]], num_rows: int, width: int, context: int) -> None:
-        """Read chunks. `members` contains rows and the number of tokens that each row reads."""
+        """Read chunks. `members` contains the rows and the number of tokens that each of them reads."""
         self._recorder.saw(self._read_signature(num_rows, width, context))
         header_np = np.zeros((4, num_rows), dtype=np.int32)
         header_np[0] = self._requests.pad_row
@@ -273,7 +273,7 @@ class TextDrafting(Drafting):
         context: int,
         branch: Branch,
     ) -> Drafts:
-        """Run a round. `members` contains the rows that may have drafts."""
+        """Draft tokens in one batch. `members` contains the rows that may have drafts."""
         self._recorder.saw(self._signature(num_rows, width, context, branch))
         header_np, ends, unread = np.zeros((4, num_rows), dtype=np.int32), [0] * num_rows, []
         header_np[0] = self._requests.pad_rows(requests, num_rows)
@@ -294,7 +294,7 @@ class TextDrafting(Drafting):
         return StepInputs.pack(header_np, blocks, self._requests.backend.memory.upload, unread_np)
 
     def _pack_unread(self, members: list[tuple[int, int, int]], num_rows: int, width: int) -> np.ndarray:
-        """Pack unread tokens as int32 [B, N + 2], the format that `_split_unread` expects.
+        """Pack unread tokens as int32 [B, N + 2], in the format that `_split_unread` expects.
 
         Args:
             members: Batch index, row and number of tokens for each member.
@@ -328,7 +328,7 @@ class TextDrafting(Drafting):
             self._draft_probs.put(rows_B, drafts)
             self._requests.put_drafts(rows_B, lengths_B, drafts)
             return drafts.for_host
-        # The host copies tokens but not counts, so mark a faulty row's tokens as `FAULTY`.
+        # The host copies tokens but not counts, so mark the tokens of a row with a fault as `FAULTY`.
         drafts = self._guard.check_drafts(proposed, request, None)
         tokens_BK = torch.where((drafts.num_drafts_B < 0)[:, None], FAULTY, drafts.tokens_BK)
         return Drafts(tokens_BK, drafts.num_drafts_B)
@@ -373,9 +373,9 @@ class TextDrafting(Drafting):
             self._draft([], [], num_rows, self._widths[0], self._shapes.contexts[0], Branch())
 
     def jobs(self) -> Iterator[Job]:
-        """Yield jobs for reads and drafting rounds. While serving, nothing is read before a step has sampled."""
+        """Yield warm-up runs for reads and drafting. While serving, nothing is read before a step has sampled."""
         shapes, branches = self._shapes, sorted(self._choice.list_branches())
-        for shape in reversed(shapes.prefills()):  # largest first, so that it reserves memory for all
+        for shape in reversed(shapes.prefills()):  # largest first, because its memory is enough for all
             sizes = shape.rows, shape.queries, shape.context
             run = partial(self._read_chunks, [], *sizes)
             yield Job(DRAFTERS_READS, run, (self._read_signature(*sizes),), shape.tokens)

@@ -1,8 +1,8 @@
-"""Conversion of the target's tokens to the drafter's and back, by way of text.
+"""Conversion between target tokens and drafter tokens by way of text.
 
-A timeline holds a row's text as drafter tokens and tracks how much of it the drafter has read. A rewriter converts
-drafter tokens to target tokens with the same spelling (string-level exact match). The drafter can then use its whole
-vocabulary, including tokens that the target does not have.
+A timeline contains the text of a row as drafter tokens and tracks how much of it the drafter has read. A rewriter
+converts drafter tokens to target tokens with the same spelling (string-level exact match). The drafter can then use its
+whole vocabulary, including tokens that the target does not have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_gaudi_spec.drafting.universal.token_bytes import Vocabulary
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reader:
-    """The vocabularies and encoder that convert the target's output for the drafter."""
+    """The vocabularies and the encoder that convert the target's output for the drafter."""
 
     target: Vocabulary
     drafter: Vocabulary
@@ -28,36 +28,36 @@ class Reader:
     target_to_draft: np.ndarray
 
     def get_bytes(self, token: int) -> bytes | None:
-        """Return a token's bytes, or None for special tokens and IDs beyond the tokenizer."""
+        """Return a token's bytes, or None for special tokens and for IDs that the tokenizer does not have."""
         return self.target.bytes_by_id[token] if token < len(self.target.bytes_by_id) else None
 
     def get_partner(self, token: int) -> int:
-        """Return the drafter's token with the same bytes or role, or -1 if there is none."""
+        """Return the drafter token with the same bytes or role, or -1 if there is none."""
         return int(self.target_to_draft[token])
 
 
 class Timeline:
-    """A row's text as drafter tokens.
+    """The text of a row as drafter tokens.
 
-    Ordinary tokens are treated as text, whose end is encoded again when it grows. Special tokens are translated by role
-    and omitted if the drafter has no token with that role.
+    Ordinary tokens are treated as text, and the end of the text is encoded again when it grows. Special tokens are
+    translated by role and omitted if the drafter has no token with that role.
     """
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._closed = list(reader.encoder.opening)
-        """Tokens before the open text segment. They no longer change."""
+        """Tokens before the open text segment. These tokens no longer change."""
         self._open = Encoded()
         self._text = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._tail: list[int] = []
-        """One token for each byte of an incomplete character at the end."""
+        """One token for each byte of an incomplete character at the end of the text."""
         self._drops_space = reader.target.leading_space
         self._kv: list[int] = []
         """Tokens that have KV, including accepted drafts."""
         self._num_drafts = 0
         self.is_complete = True
-        """False while the text ends in bytes for which the drafter has no tokens."""
+        """False while the text ends with bytes for which the drafter has no tokens."""
 
     def __len__(self) -> int:
         return len(self._closed) + len(self._open.ids) + len(self._tail)
@@ -73,12 +73,12 @@ class Timeline:
 
     @property
     def num_read(self) -> int:
-        """Number of tokens at the start that have KV."""
+        """Number of leading tokens that have KV."""
         return min(len(self._kv), len(self))
 
     @property
     def open_text(self) -> str | None:
-        """The text segment at the end, or None if it ends within a character."""
+        """The text segment at the end, or None if it ends inside a character."""
         return None if self._get_incomplete_bytes() else self._text
 
     def read(self, num_tokens: int) -> None:
@@ -86,7 +86,7 @@ class Timeline:
         self._kv[self.num_read :] = self.tokens(self.num_read, num_tokens)
 
     def drafted(self, num_drafts: int, tokens: Sequence[int] = ()) -> None:
-        """Record that the drafter has read everything and drafted `num_drafts` tokens, the last of which has no KV.
+        """Record that the drafter has read all tokens and drafted `num_drafts` tokens, of which the last one has no KV.
 
         Args:
             tokens: The drafts as drafter tokens, if they are on the host.
@@ -97,7 +97,7 @@ class Timeline:
     def verified(self, accepted: Sequence[int]) -> None:
         """Record the accepted drafts, given as target tokens.
 
-        This is called once after each verification.
+        This method is called once after each verification.
         """
         if len(self._kv) == len(self):  # otherwise, `drafted` has recorded the tokens
             self._kv.extend(self._reader.get_partner(token) for token in accepted[: max(self._num_drafts - 1, 0)])
@@ -119,7 +119,7 @@ class Timeline:
         del self._kv[same + count_common_prefix(ahead, self.tokens(same, min(same + len(ahead), len(self)))) :]
 
     def _segments(self, tokens: Sequence[int]) -> Iterator[tuple[bytes, int | None]]:
-        """Yield text segments, each with the special token that follows it."""
+        """Yield each text segment with the special token that follows it."""
         pieces: list[bytes] = []
         for token in tokens:
             piece = self._reader.get_bytes(token)
@@ -147,7 +147,7 @@ class Timeline:
     def _close(self, special: int) -> None:
         partner = self._reader.get_partner(special)
         self._closed += [*self._open.ids, *([partner] if partner >= 0 else [])]
-        # Do not keep both the target's bos token and the one that the drafter's tokenizer adds.
+        # Do not keep both the target's bos token and the bos token that the drafter's tokenizer adds.
         if self._closed == [*self._reader.encoder.opening, *self._reader.encoder.opening]:
             self._closed = list(self._reader.encoder.opening)
         self._open, self._text = Encoded(), ""
@@ -173,9 +173,9 @@ class Rewriter:
         self._draft_to_target = draft_to_target
 
     def rewrite(self, drafts: Sequence[int], text_before: str) -> list[int]:
-        """Return drafts as target tokens, for a text that ends in `text_before`.
+        """Return drafts as target tokens, for a text that ends with `text_before`.
 
-        Omits an incomplete character at the end and everything after a special token.
+        The result omits an incomplete character at the end and everything after a special token.
         """
         spelled, special = b"", None
         for token in drafts:
@@ -186,7 +186,7 @@ class Rewriter:
             spelled += piece
         text = spelled.decode(errors="ignore")
         if not spelled.startswith(text.encode()):
-            return []  # there are invalid bytes in the middle
+            return []  # there are invalid bytes before the end
         ids = self._encode(text, text_before[-_CONTEXT:])
         whole = len(text.encode()) == len(spelled)
         return [*ids, special] if special is not None and special >= 0 and whole else ids
@@ -194,7 +194,7 @@ class Rewriter:
     def _encode(self, text: str, text_before: str) -> list[int]:
         together = self._encoder.encode(text_before + text)
         begin = together.count_tokens_before(len(text_before))
-        # None means that a token extends across the start of the draft, although the text's last token ends there.
+        # None means that a token extends across the start of the draft, although the last token of the text ends there.
         ids = self._encoder.encode(text).ids if begin is None else together.ids[begin:]
         spelled = b"".join(self._target.bytes_by_id[token] or b"" for token in ids)
         # Some tokenizers add a leading space or normalize characters.

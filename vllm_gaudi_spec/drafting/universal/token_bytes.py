@@ -1,19 +1,19 @@
-"""The byte string that each token in a tokenizer stands for, and the roles of its special tokens.
+"""The byte string that each token of a tokenizer represents, and the roles of special tokens.
 
-The tokenizer's own decoder defines how a token is spelled. The model's name is never considered.
+The tokenizer's own decoder defines how a token is spelled. The name of the model is never considered.
 
 - Byte-level BPE (with GPT-2's alphabet of printable characters, including converted tiktoken vocabularies): each
   character is one byte.
 - SentencePiece, BPE or Unigram: `▁` is a space, and `<0x0A>` is that byte if the decoder has byte fallback. Many of
   these tokenizers add a leading space, which becomes part of the first token (see `Vocabulary.leading_space`).
 - WordPiece: `##` continues a word and is not part of the text. Any other token starts a word, and its ID does not tell
-  whether a space preceded it. Such a token stands for what the decoder writes within a text: a space and the word, or
-  only the character if the decoder removes that space (for example before a comma).
-- tiktoken and mistral-common (Tekken): the tokenizer objects return each token's bytes.
-- Slow tokenizers that wrap a SentencePiece model are read like fast ones. Other slow tokenizers are rejected because
-  they do not define their spelling.
+  whether a space preceded it. Such a token represents what the decoder writes within a text: a space and the word, or
+  only the character if the decoder removes the space (for example, before a comma).
+- tiktoken and mistral-common (Tekken): the tokenizer objects return the bytes of each token.
+Slow tokenizers that wrap a SentencePiece model are read in the same way as fast ones. Other slow tokenizers are
+  rejected, because they do not define how tokens are spelled.
 
-Added tokens stand for their literal text. Special tokens have roles and names but do not stand for text.
+Added tokens represent their literal text. Special tokens have roles and names but do not represent text.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ _MAX_GROWTH = 4096
 
 @dataclass(frozen=True, slots=True)
 class ModelTokenizer:
-    """A tokenizer and the end tokens that its model uses."""
-
     tokenizer: Any
-    """A transformers tokenizer, or an object with the parts of its interface that are used here."""
+    """A transformers tokenizer, or an object with the part of its interface that is used here."""
     end_ids: tuple[int, ...] = ()
     """End tokens from the model's configurations, in addition to the tokenizer's own eos token."""
 
@@ -61,7 +59,7 @@ class Roles:
     def get_roles(self, token_id: int) -> set[str]:
         """Return the roles of a token.
 
-        The ends of a turn and of a text count as one role, because models differ in which of these tokens they have.
+        The end of a turn and the end of a text count as one role, because some models have only one of these tokens.
         """
         held = {"bos": (self.bos,), "end": self.ends, "pad": (self.pad,), "unk": (self.unk,)}
         return {role for role, ids in held.items() if token_id in ids}
@@ -76,16 +74,16 @@ class Vocabulary:
     special_names: dict[int, str]
     roles: Roles
     leading_space: bool
-    """Whether the tokenizer adds a leading space to a text, so that its tokens spell one more byte."""
+    """Whether the tokenizer adds a leading space to a text, so that the tokens represent one additional byte."""
 
 
 def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> ModelTokenizer:
-    """Load a model's tokenizer, with the end tokens from the model's configurations."""
+    """Load a model's tokenizer and the end tokens from the model's configurations."""
     from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the type depends on which file is missing or invalid, and on remote code
+    except Exception as error:  # the exception type depends on which file is missing or invalid, and on remote code
         reason = in_one_line(error).rstrip(".")
         raise UnsupportedConfigError(
             f"A draft model needs its own tokenizer, and that of {path} cannot be loaded: {reason}. Use a model whose "
@@ -93,7 +91,7 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
             f"needs no tokenizer, set `method` to its kind."
         ) from error
     ends: list[int] = []
-    # Many models have no generation config, and a folder with only a tokenizer has no config at all.
+    # Many models have no generation config, and a folder that contains only a tokenizer has no config at all.
     with contextlib.suppress(OSError, ValueError):
         ends += _to_ids(GenerationConfig.from_pretrained(path, revision=revision).eos_token_id)
     with contextlib.suppress(OSError, ValueError):
@@ -105,8 +103,8 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
 def read_vocabulary(model: ModelTokenizer) -> Vocabulary:
     pieces = _read_pieces(model.tokenizer)
     roles = _find_roles(model, pieces)
-    # Added tokens with a role are special even if they are not marked as such. An ordinary word among the end tokens
-    # (as in "stop at a line break") remains a word.
+    # Added tokens with a role are special even if they are not marked as such. An ordinary word that is one of the end
+    # tokens (as in "stop at a line break") is still treated as a word.
     special = pieces.special | {i: text for i, text in pieces.added.items() if roles.get_roles(i)}
     by_id = list(pieces.by_id)
     for token_id in special:
@@ -129,7 +127,7 @@ def read_vocabulary(model: ModelTokenizer) -> Vocabulary:
 class _Pieces:
     by_id: list[bytes | None]
     special: dict[int, str]
-    """Maps IDs to literal text."""
+    """Maps token IDs to literal text."""
     added: dict[int, str]
     """All added tokens, including the special ones."""
     fallback: frozenset[int]
@@ -169,7 +167,7 @@ def _read_fast_pieces(tokenizer: Any) -> _Pieces:
     added = {i: token.content for i, token in added_tokens.items()}
     special = {i: token.content for i, token in added_tokens.items() if token.special}
     special |= {i: tokens[i] or "" for i in tokenizer.all_special_ids if i < len(tokens)}
-    # These tokens are literal text and do not use the decoder's alphabet.
+    # These tokens are literal text, which is not in the decoder's alphabet.
     literal = {i for i, text in added.items() if backend.model.token_to_id(text) is None}
     steps = _get_decoder_steps(tokenizer)
     by_id, fallback = _decode_tokens(tokenizer, tokens, steps, literal)
@@ -183,9 +181,9 @@ def _read_fast_pieces(tokenizer: Any) -> _Pieces:
 
 
 def _bound_growth(step: dict[str, Any]) -> int:
-    """Return the maximum factor by which a normalizer or decoder step may lengthen a text."""
+    """Return the maximum factor by which a step of a normalizer or decoder may lengthen a text."""
     num_added = len(step.get("content") or "") + len(step.get("prepend") or "")
-    # A pattern that is not literal text may match between any two characters, both of which remain.
+    # A pattern that is not literal text may match between any two characters, and both characters remain.
     is_literal = bool((step.get("pattern") or {}).get("String"))
     return max(num_added + (not is_literal), 1)
 
@@ -194,7 +192,7 @@ def encode_text(backend: Any, text: str) -> Any:
     """Return a fast tokenizer's encoding of a text, or raise RuntimeError if it cannot encode it."""
     try:
         return backend.encode(text, add_special_tokens=False)
-    except BaseException as error:  # the library panics if a pattern backtracks too much
+    except BaseException as error:  # the library panics if a pattern needs too much backtracking
         if type(error).__name__ != "PanicException":
             raise
         raise RuntimeError(f"The tokenizer cannot encode a text: {error}") from error
@@ -215,16 +213,16 @@ def _read_sentencepiece_pieces(tokenizer: Any) -> _Pieces:
 
 
 def _read_byte_pieces(tokenizer: Any, ask: Callable[[int], bytes], special: dict[int, str]) -> _Pieces:
-    """Read a vocabulary of bytes. `special` contains tokens that the wrapper may not know."""
+    """Read a vocabulary whose tokens are byte strings. `special` contains tokens that the wrapper may not have."""
     by_id: list[bytes | None] = []
     for token_id in range(len(tokenizer)):
-        # tiktoken raises KeyError for gaps in its vocabulary, and wrappers may add tokens to the wrapped vocabulary.
+        # tiktoken raises KeyError for gaps in its vocabulary, and wrappers may add tokens to a vocabulary.
         try:
             by_id.append(ask(token_id) or None)
         except (KeyError, IndexError, ValueError):
             by_id.append(None)
     added_tokens = getattr(tokenizer, "added_tokens_decoder", None)
-    # mistral-common has a method with this name, but no added tokens.
+    # mistral-common has a method with this name but no added tokens.
     added = {i: str(token) for i, token in added_tokens.items()} if isinstance(added_tokens, dict) else {}
     for token_id, text in added.items():
         if token_id < len(by_id) and by_id[token_id] is None:
@@ -253,7 +251,7 @@ def _iter_inner_objects(tokenizer: Any) -> Iterator[Any]:
 # ---- spelling ------------------------------------------------------------------------------------------
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Replacements that the WordPiece decoder makes in each token, in order.
+# Replacements that the WordPiece decoder makes in each token, in this order.
 _CLEANUP = (
     (" .", "."),
     (" ?", "?"),
@@ -270,7 +268,7 @@ _CLEANUP = (
 
 
 def _get_decoder_steps(tokenizer: Any) -> list[dict[str, Any]]:
-    """Return the decoder's steps. Without a decoder, return steps that undo the pre-tokenizer and normalizer."""
+    """Return the decoder's steps or, without a decoder, steps that undo the pre-tokenizer and the normalizer."""
     backend = tokenizer.backend_tokenizer
     steps = list(_flatten_steps(backend.decoder))
     if steps:
@@ -287,7 +285,7 @@ def _get_decoder_steps(tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def _flatten_steps(component: Any) -> Iterator[dict[str, Any]]:
-    """Yield a component's JSON, with sequences flattened."""
+    """Yield the JSON of a component, with sequences flattened."""
     if component is not None:
         todo = [json.loads(component.__getstate__())]
         while todo:
@@ -302,7 +300,7 @@ def _flatten_steps(component: Any) -> Iterator[dict[str, Any]]:
 def _decode_tokens(
     tokenizer: Any, tokens: Sequence[str | None], steps: Iterable[dict[str, Any]], literal: set[int]
 ) -> tuple[list[bytes | None], frozenset[int]]:
-    """Return the bytes that these decoder steps write for each token within a text, and the byte-fallback tokens."""
+    """Return the bytes that the decoder steps write for each token inside a text, and the byte-fallback tokens."""
     texts = ["" if token is None else token for token in tokens]
     found: dict[int, bytes] = {}
     byte_level = fused = False
@@ -327,7 +325,7 @@ def _decode_tokens(
         elif kind == "Fuse":
             fused = True
         elif kind == "Strip":
-            # After Fuse, Strip sees the whole text and removes only its leading space.
+            # After Fuse, Strip receives the whole text and removes only its leading space.
             if not fused:
                 texts = [_strip_token(text, step) for text in texts]
         else:
@@ -338,19 +336,19 @@ def _decode_tokens(
         by_id = [text.encode() for text in texts]
     for i, byte in found.items():
         by_id[i] = byte
-    # An empty token does not extend a text and could be drafted forever.
+    # An empty token does not extend the text and could be drafted forever.
     return [piece or None for piece in by_id], frozenset(found)
 
 
 def _make_alphabet() -> dict[int, str]:
-    """Map characters in GPT-2's alphabet to bytes, both as code points.
+    """Map characters in GPT-2's alphabet to bytes, with both as code points.
 
     Printable bytes are represented by themselves, and all others by the characters starting at 256, in order.
     """
     prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
     table = {byte: chr(byte) for byte in prints}
     others = [byte for byte in range(256) if byte not in prints]
-    # These characters are not in the alphabet. As code points below 256, they would be mistaken for bytes.
+    # These characters are not in the alphabet. Code points below 256 would be mistaken for bytes.
     table |= dict.fromkeys(others, "\uffff")
     return table | {256 + index: chr(byte) for index, byte in enumerate(others)}
 
@@ -361,7 +359,7 @@ _ALPHABET = _make_alphabet()
 def _decode_alphabet(text: str) -> bytes:
     try:
         return text.translate(_ALPHABET).encode("latin-1")
-    except UnicodeEncodeError:  # the decoder writes a token unchanged if a character is outside the alphabet
+    except UnicodeEncodeError:  # the decoder leaves a token unchanged if it contains a character outside the alphabet
         return text.encode()
 
 
@@ -401,7 +399,7 @@ def _index_by_bytes(pieces: _Pieces, by_id: Sequence[bytes | None]) -> dict[byte
 
 
 def _choose_emitted(pieces: _Pieces, by_id: Sequence[bytes | None], piece: bytes, candidates: list[int]) -> int:
-    # After a line break, no tokenizer adds the leading space that some tokenizers add to a text.
+    # After a line break, no tokenizer adds the leading space that some of them add to a text.
     with contextlib.suppress(UnicodeDecodeError, RuntimeError):
         text = piece.decode()
         for front in ("", "\n"):
@@ -434,7 +432,7 @@ def _find_roles(model: ModelTokenizer, pieces: _Pieces) -> Roles:
 
 
 def _find_end_of_turn(tokenizer: Any, ends: dict[int, str]) -> int | None:
-    """Return the first end token that the chat template mentions after a message's content.
+    """Return the first end token that the chat template writes after the content of a message.
 
     The template is searched but never rendered, because it is code, and a drafter's template might run forever.
     """
@@ -450,7 +448,7 @@ def _find_end_of_turn(tokenizer: Any, ends: dict[int, str]) -> int | None:
 
 
 def _to_ids(value: Any) -> list[int]:
-    """Return a list of IDs. Configurations contain a single ID, a list, or nothing."""
+    """Return a list of token IDs. A configuration contains a single ID, a list, or nothing."""
     if value is None:
         return []
     return [int(i) for i in value] if isinstance(value, list | tuple) else [int(value)]

@@ -1,14 +1,14 @@
-"""Matching of a drafter's tokens with its target's tokens.
+"""Matching between the tokens of a drafter and the tokens of its target.
 
-Two tokens match if they stand for the same bytes. Special tokens do not stand for text. They match if both models give
+Two tokens match if they represent the same bytes. Special tokens do not represent text. They match if both models give
 them the same name (such as `<|im_start|>`), unless their roles conflict. The remaining special tokens match by role:
-end of turn with end of turn, end of text with end of text, then any other end tokens with each other; bos with bos, pad
-with pad, unk with unk. Names come first so that a tokenizer matches itself ID by ID even if the two models'
-configurations specify different end tokens.
+first end of turn with end of turn and end of text with end of text, then any other end tokens with each other; bos with
+bos, pad with pad, and unk with unk. Names are compared first so that a tokenizer matches itself ID by ID even if the
+configurations of the two models specify different end tokens.
 
-All pairs are mutual, and the drafter may read any of them. Pairs that share only the pad or unk role are never drafted:
-a target never writes those tokens, but the drafter's unk can be a token that it does write (`<|endoftext|>`). The bos
-token may be drafted, because it opens every turn in some models.
+Every match is mutual, and the drafter may read all matched tokens. Tokens matched only by the pad or unk role are never
+drafted: a target never writes these tokens, but the drafter's unk can be a token that the target does write
+(`<|endoftext|>`). The bos token may be drafted, because it opens every turn in some models.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class VocabMap:
     draft_to_target: np.ndarray
     """int32 [drafter's vocabulary size]: the target's ID, or -1 if there is none."""
     draftable: np.ndarray
-    """bool [drafter's vocabulary size]: whether a token may be proposed. All such tokens have a partner."""
+    """bool [drafter's vocabulary size]: whether a token may be proposed. Every such token has a match."""
     num_matched: int
 
     def compute_coverage(self) -> dict[str, float]:
-        """Return the share of tokens that have a partner, for each vocabulary."""
+        """Return the fraction of tokens that have a match, for each vocabulary."""
         sides = {"target": self.target_to_draft, "drafter": self.draft_to_target}
         return {side: self.num_matched / len(tokens) for side, tokens in sides.items()}
 
     @classmethod
     def from_pairs(cls, pairs: np.ndarray, draftable: np.ndarray, target_size: int, draft_size: int) -> VocabMap:
-        """Build a map from pairs of target and drafter IDs, int32 [n, 2], and `draftable`, bool [n]."""
+        """Create a map from pairs of target and drafter IDs, int32 [n, 2], and `draftable`, bool [n]."""
         target_ids, draft_ids = pairs.T
         target_to_draft = np.full(target_size, -1, dtype=np.int32)
         draft_to_target = np.full(draft_size, -1, dtype=np.int32)
@@ -54,7 +54,7 @@ class VocabMap:
 
 
 def match_vocabularies(target: Vocabulary, draft: Vocabulary, target_size: int, draft_size: int) -> VocabMap:
-    """Match two vocabularies. IDs beyond a tokenizer's or a model's vocabulary have no partner."""
+    """Match two vocabularies. IDs beyond the vocabulary of a tokenizer or model have no match."""
     draft_ids = np.fromiter(draft.id_by_bytes.values(), dtype=np.int32)
     partners = map(target.id_by_bytes.get, draft.id_by_bytes, itertools.repeat(target_size))
     target_ids = np.fromiter(partners, dtype=np.int32)
@@ -92,7 +92,7 @@ def _special_pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int,
     ours, theirs = target.roles, draft.roles
     for left, right, draftable in (
         (ours.eos, theirs.eos, True),
-        (ours.ends, theirs.ends, True),  # the end of a turn comes first
+        (ours.ends, theirs.ends, True),  # the end of a turn is first
         ((ours.bos,), (theirs.bos,), True),
         ((ours.pad,), (theirs.pad,), False),
         ((ours.unk,), (theirs.unk,), False),

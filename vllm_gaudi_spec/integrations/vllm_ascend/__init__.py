@@ -1,8 +1,8 @@
-"""Method `universal_draft` in vllm-ascend, with vllm-ascend's platform, worker, and vLLM version.
+"""The method `universal_draft` for vllm-ascend, using vllm-ascend's platform, worker, and vLLM version.
 
-Nothing in this folder needs the vLLM version of our own platform. The integration and the platform share
-`drafting/universal/`, `config.py`, and `environment/`. `versions.py` lists the supported releases, `patches.py`
-contains the patches to them, and `proposer.py` implements the drafter.
+The code in this folder does not require the vLLM version that our own platform requires. The integration and our
+platform share `drafting/universal/`, `config.py`, and `environment/`. `versions.py` lists the supported releases,
+`patches.py` contains the patches to them, and `proposer.py` implements the drafter.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import logging
 
 
 def is_active() -> bool:
-    """Whether vllm-ascend is the platform of this process."""
+    """Whether vllm-ascend is the active platform in this process."""
     from vllm.platforms import current_platform
 
     return type(current_platform).__module__.split(".")[0] == "vllm_ascend"
 
 
 def register() -> None:
-    """Add the method to vllm-ascend and its vLLM, or refuse it if their releases are not supported.
+    """Add the method to vllm-ascend and its vLLM, or reject the method if their releases are not supported.
 
-    This function can be called repeatedly, as vLLM does in each of its processes.
+    This function may be called repeatedly, as vLLM does in each of its processes.
     """
     from vllm_gaudi_spec.integrations.vllm_ascend import patches, versions
 

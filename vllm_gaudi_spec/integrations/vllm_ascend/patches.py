@@ -1,6 +1,6 @@
-"""All in-memory patches to vllm-ascend and its vLLM, each with its reason and its condition for removal.
+"""All in-memory patches to vllm-ascend and its vLLM, each with the reason for it and the condition for removing it.
 
-The tests in tests/integrations/ fail if upstream changes what a patch depends on.
+The tests in tests/integrations/ fail if upstream code that a patch depends on changes.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, IS_UNIVERSAL, UNIVERSA
 from vllm_gaudi_spec.upstream.patching import raise_unchanged, widen, wrap
 
 _DRAFT_MODEL = "draft_model"
-# The only values of speculative options that do not bypass the vocabulary map.
+# The only values of these speculative options that do not bypass the vocabulary map.
 _ONLY = {"draft_sample_method": "greedy", "use_local_argmax_reduction": False, "parallel_drafting": False}
 
 
 def apply() -> None:
-    """Apply all patches for the supported releases. Can be called repeatedly."""
+    """Apply all patches for the supported releases. This function may be called repeatedly."""
     admit_universal_draft()
     make_universal_proposers()
 
 
 def admit_universal_draft() -> None:
-    """Accept method `universal_draft` in a speculative configuration, as a `draft_model` with a separate vocabulary.
+    """Accept the method `universal_draft` in speculative configurations, as a `draft_model` with another vocabulary.
 
-    Reason: vLLM has a fixed list of methods, gives a drafter the target's tokenizer, and refuses vocabularies of
-    different sizes. All of its other method-dependent decisions must be those for a draft model.
+    Reason: vLLM has a fixed list of methods, gives the drafter the target's tokenizer, and rejects vocabularies of
+    different sizes. All other decisions that depend on the method must be the same as for a draft model.
     Remove when: the vLLM release used by vllm-ascend has `use_heterogeneous_vocab`, and vllm-ascend supports it.
     """
     from vllm.config import SpeculativeConfig
@@ -77,8 +77,8 @@ def is_universal(config: Any) -> bool:
 def make_universal_proposers() -> None:
     """Make vllm-ascend's `get_spec_decode_method` return our proposer for this method.
 
-    Reason: it selects one of its own classes by the method's name. It is wrapped when a worker starts, because its
-    module can only be imported after other modules, which vllm-ascend's worker imports in the right order.
+    Reason: the function selects one of vllm-ascend's own classes by the name of the method. It is patched when a worker
+    starts, because its module must be imported after others, which vllm-ascend's worker imports in the right order.
     Remove when: vllm-ascend lets plugins add methods.
     """
     from vllm.v1.worker.worker_base import WorkerBase
@@ -111,9 +111,9 @@ def _get_spec_decode_method(
 
 
 def refuse_universal_draft(reason: str) -> None:
-    """Refuse the method and explain why it is not supported.
+    """Reject the method and explain why it is not supported.
 
-    Reason: vLLM's own error would only list its methods.
+    Reason: vLLM's own error would only list its own methods.
     Remove when: there are no unsupported releases.
     """
     from vllm.config import SpeculativeConfig

@@ -1,7 +1,7 @@
 """vllm-ascend's draft model proposer for a drafter whose vocabulary differs from the target's.
 
-In vllm-ascend's loop over k, which is unchanged, the drafter reads and writes its own tokens. Tokens are translated
-only in the loop's input, in the logits from which the best token is chosen, and in the loop's output.
+vllm-ascend's loop over k is unchanged, and in it the drafter reads and writes its own tokens. Tokens are translated
+only at the loop's input and output, and logits are translated before the best token is chosen.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from vllm_gaudi_spec.integrations.vllm_ascend.versions import VLLM_ASCEND
 
 
 class AscendUniversalDraftProposer(AscendDraftModelProposer):
-    """vllm-ascend proposer for method `universal_draft`."""
-
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config, device, runner=runner)
         if self.use_cuda_graph and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
-            # vllm-ascend creates the stream that updates full graphs in a method that DraftModelProposer overrides.
+            # vllm-ascend creates the stream for updating full graphs in a method that DraftModelProposer overrides.
             raise UnsupportedConfigError(
                 f"vllm-ascend {VLLM_ASCEND} cannot run draft models in full graphs. For method {UNIVERSAL_DRAFT} "
                 """start with --compilation-config '{"cudagraph_mode": "PIECEWISE"}', or keep full graphs for the """
@@ -43,13 +41,13 @@ class AscendUniversalDraftProposer(AscendDraftModelProposer):
             )
 
     def _raise_if_vocab_size_mismatch(self) -> None:
-        """No-op: vocabularies are compared when the models are loaded, which fails if they share no tokens."""
+        """No-op: vocabularies are compared when the models are loaded, and loading fails if they share no tokens."""
 
     def load_model(self, model: torch.nn.Module) -> None:
         super().load_model(model)
         pair = Pair.load(self.vllm_config)
         self._read: MappedVocabulary = pair.make_mapped_vocabulary(self.device)
-        # Tokens without a counterpart in the target are never drafted, but the map needs some ID for them.
+        # Tokens without a match in the target are never drafted, but the map needs an ID for them.
         self._target_U = torch.tensor(pair.map.draft_to_target, device=self.device).clamp(min=0)
         self._last_target = len(pair.map.target_to_draft) - 1
         shared = DrafterVocabulary(pair.map.draftable, self.device)
@@ -63,11 +61,11 @@ class AscendUniversalDraftProposer(AscendDraftModelProposer):
         )
 
     def _to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
-        # With async scheduling, tokens that have not been sampled yet have ID -1. Values read there are not used.
+        # With async scheduling, tokens not sampled yet have the ID -1. Their translations are not used.
         return self._read.to_drafter(tokens.clamp(0, self._last_target)).to(tokens.dtype)
 
     def _run_merged_draft(self, *args: Any, **named: Any) -> torch.Tensor:
-        # Restrict logits to tokens that both vocabularies share: each step's best token is the drafter's next input.
+        # Restrict logits to tokens in both vocabularies, because each step's best token is the drafter's next input.
         drafts = super()._run_merged_draft(*args, **named)
         return self._target_U.index_select(0, drafts.flatten()).view(drafts.shape).to(drafts.dtype)
 

@@ -1,4 +1,4 @@
-"""The releases that the integration supports and is tested with."""
+"""Releases of vllm-ascend and vLLM that the integration supports and is tested with."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ VLLM = "0.23.0"
 
 
 def explain_unsupported() -> str | None:
-    """Return why the installed releases are not supported, or None if they are."""
+    """Return the reason why the installed releases are not supported, or None if they are."""
     import vllm
 
     found = {"vllm-ascend": _vllm_ascend(), "vLLM": vllm.__version__}
-    # The part after a plus sign identifies a build of a release, such as vLLM's builds for other platforms.
+    # The part after the plus sign identifies a build of a release, such as vLLM's builds for other platforms.
     if {name: text.split("+")[0] for name, text in found.items()} == {"vllm-ascend": VLLM_ASCEND, "vLLM": VLLM}:
         return None
     return (
@@ -26,5 +26,5 @@ def explain_unsupported() -> str | None:
 def _vllm_ascend() -> str:
     try:
         return version("vllm-ascend")
-    except PackageNotFoundError:  # a source folder on the Python path that was never installed
+    except PackageNotFoundError:  # a source folder on the Python path that was not installed
         return "of an unknown version"

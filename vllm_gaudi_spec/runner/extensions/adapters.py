@@ -1,7 +1,7 @@
-"""LoRA adapters, which are loaded when a step needs them. The device holds the adapter slot of each row.
+"""LoRA adapters, which are loaded when a step needs them. The device stores the adapter slot of each row.
 
-Only the target has adapters. A head that shares layers with the target gets the layers before they are wrapped. A
-user-defined drafter gets the wrapped target, whose layers apply no adapter while no slots are set.
+Only the target has adapters. A head that shares layers with the target uses these layers without the wrapper. A
+user-defined drafter uses the wrapped target, whose layers apply no adapter while no slots are set.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 
 class Adapters(Extension):
-    """The target's adapters."""
-
     def __init__(self, vllm_config: VllmConfig, model: nn.Module, backend: DeviceBackend) -> None:
         """Wrap the layers of `model`, which must already be on the device."""
         self._backend = backend
@@ -40,10 +38,10 @@ class Adapters(Extension):
         self._put = backend.graphs.graph(self._put_slots)
 
     def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
-        """Load the adapters that a step needs and update the slots of its rows.
+        """Load adapters that a step needs, and update the slots of the rows in the step.
 
-        Rows that are not in the step keep their slots. A slot may hold a different adapter than in the previous step,
-        either because another request needs one or because the user loaded one.
+        Rows that are not part of the step keep their slots. A slot may contain another adapter than in the previous
+        step, either because another request needs it or because the user has loaded it.
         """
         admitted = [request.lora for request in requests.admitted if request.lora is not None]
         for again in {lora.lora_int_id: lora for lora in admitted if lora.load_inplace}.values():
@@ -52,7 +50,7 @@ class Adapters(Extension):
         adapters = {request.lora.lora_int_id: request.lora for request in members if request.lora is not None}
         slots = self.loader.load_into_slots(adapters.values()) if adapters else {}
         before = self._slots_np.copy()
-        self._slots_np[requests.freed_rows] = NO_SLOT  # otherwise, `gather_slots` would treat an adapter as in use
+        self._slots_np[requests.freed_rows] = NO_SLOT  # otherwise, `gather_slots` would consider an adapter to be used
         for request in members:
             self._slots_np[request.row] = NO_SLOT if request.lora is None else slots[request.lora.lora_int_id]
         if not np.array_equal(before, self._slots_np):
@@ -63,7 +61,7 @@ class Adapters(Extension):
         self._send()
 
     def _send(self) -> None:
-        # Copy the slots, because the device might read them only after the next step has changed the original.
+        # Copy the slots, because the device might read them only after the next step has changed the original array.
         self._put(self._backend.memory.upload(torch.from_numpy(self._slots_np.copy())))
 
     # --- device functions ---
@@ -72,9 +70,9 @@ class Adapters(Extension):
         self._slots_R.copy_(slots_R)
 
     def gather_slots(self, rows_B: torch.Tensor, queries: int = 1) -> torch.Tensor | None:
-        """Return the adapter slot of each token in the rows, int32 [B * Q].
+        """Return the adapter slot of each token in these rows, int32 [B * Q].
 
-        On devices that do not capture steps, return None if no row has an adapter.
+        On devices that do not capture steps, the result is None if no row has an adapter.
         """
         if not self._backend.traits.captures and (self._slots_np == NO_SLOT).all():
             return None
@@ -82,7 +80,7 @@ class Adapters(Extension):
 
     @contextmanager
     def applied(self, slots_T: torch.Tensor | None) -> Iterator[None]:
-        """Within the context, apply adapters in the model's layers. `slots_T` holds the slot of each token."""
+        """Apply adapters in the model's layers within this context. `slots_T` contains the slot of each token."""
         if slots_T is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""User-defined logits processors (`--logits-processors`, entry points), which run on the host and index by row."""
+"""User-defined logits processors (`--logits-processors`, entry points), run on the host and indexed by row."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class CustomProcessors(Extension):
     def load(cls, vllm_config: VllmConfig, device: torch.device, max_rows: int) -> CustomProcessors | None:
         """Return the user's processors, or None if there are none.
 
-        The built-in processors are implemented in `sampling/`.
+        The functions of vLLM's built-in processors are implemented in `sampling/`.
         """
         if vllm_config.speculative_config is not None:
-            return None  # start-up refuses processors together with speculation
+            return None  # processors together with speculation are rejected at start-up
         model_config = vllm_config.model_config
         is_pooling = model_config.runner_type == "pooling"
         built = build_logitsprocs(vllm_config, device, False, is_pooling, model_config.logits_processors or ())
@@ -38,7 +38,7 @@ class CustomProcessors(Extension):
         self._max_rows = max_rows
 
     def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
-        """Pass added and removed requests to the processors, which keep references to the requests' output lists."""
+        """Inform processors of added and removed requests. They keep references to requests' output lists."""
         update, freed_rows, admitted = None, requests.freed_rows, requests.admitted
         if freed_rows or admitted:
             added = [(request.row, request.params, request.prompt, request.outputs) for request in admitted]
@@ -53,7 +53,7 @@ class CustomProcessors(Extension):
             request.outputs.extend(new)
 
     def change_logits(self, logits_BQV: torch.Tensor, rows_B: torch.Tensor, *, argmax_invariant: bool) -> None:
-        """Scatter logits to their requests' rows, apply the processors, which index by row, and gather the results."""
+        """Scatter logits to the rows of their requests, apply the processors, and gather the results."""
         chosen = [p for p in self._processors if p.is_argmax_invariant() == argmax_invariant]
         if not chosen:
             return

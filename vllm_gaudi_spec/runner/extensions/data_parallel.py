@@ -1,9 +1,9 @@
-"""Lockstep for data-parallel ranks that share experts: they run each of the target's forward passes together.
+"""Lockstep for data-parallel ranks that share experts, which run each forward pass of the target together.
 
-Each rank schedules its own requests. However, experts are distributed across the ranks, which exchange tokens within a
-forward pass. All ranks therefore need the same number of forward passes, with the same number of tokens in each. Before
-a step computes anything, the ranks exchange their lists of rectangles and derive forward passes that fit every list. A
-rank without work for a pass runs it on padding.
+Each rank schedules its own requests. However, experts are distributed across ranks, which exchange tokens during a
+forward pass. All ranks therefore need the same number of forward passes with the same numbers of tokens. At the start
+of a step, the ranks exchange the shapes of their batches and derive forward passes that fit all of them. A rank that
+has no batch for a forward pass runs it on padding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Rectangle(NamedTuple):
-    """A `Shape` without its context, which may differ between ranks."""
+    """A `Shape` without a context, which may differ between ranks."""
 
     decodes: int
     rows: int
@@ -35,14 +35,14 @@ class SharedForward(NamedTuple):
 
     rectangle: Rectangle
     ranks: tuple[int, ...]
-    """Ranks with real tokens in the forward pass."""
+    """Ranks that have real tokens in the forward pass."""
 
 
 def merge_plans(plans: list[list[Rectangle]]) -> list[SharedForward]:
-    """Return forward passes that fit every rank's plan.
+    """Return forward passes that fit the plans of all ranks.
 
-    Each plan's order is preserved, because a later batch may read what an earlier one wrote. All ranks have all plans,
-    so they compute the same result.
+    The order of each plan is preserved, because a later batch may read what an earlier one has written. Every rank has
+    all plans, so all ranks compute the same result.
     """
     cursors, steps = [0] * len(plans), list[SharedForward]()
     while True:
@@ -51,7 +51,7 @@ def merge_plans(plans: list[list[Rectangle]]) -> list[SharedForward]:
         }
         if not next_rectangles:
             return steps
-        # Decodes run first, because plans begin with them.
+        # Decodes run first, because every plan begins with its decodes.
         decodes = max(one.decodes for one in next_rectangles.values())
         members = {rank: one for rank, one in next_rectangles.items() if one.decodes == decodes}
         rows, queries = (max(getattr(one, name) for one in members.values()) for name in ("rows", "queries"))
@@ -61,7 +61,7 @@ def merge_plans(plans: list[list[Rectangle]]) -> list[SharedForward]:
 
 
 class DataParallelLockstep(Extension):
-    """Fits this rank's batches to those of the other ranks."""
+    """Makes the shapes of this rank's batches equal to those of other ranks."""
 
     def __init__(self, shapes: Shapes, max_forwards: int) -> None:
         """Create the extension. `max_forwards` is the maximum number of forward passes in a step."""
@@ -69,7 +69,7 @@ class DataParallelLockstep(Extension):
         self._max_forwards = max_forwards
 
     def fit(self, planned: list[Planned]) -> list[Planned]:
-        """Return the batches that this rank runs, some of which may be padding. This is a collective operation."""
+        """Return the batches that this rank runs, which may include padding. This method is a collective operation."""
         plan = [Rectangle(int(b.shape.phase == DECODE), b.shape.rows, b.shape.queries) for b in planned]
         rank, waiting = get_dp_group().rank_in_group, iter(planned)
         return [
@@ -78,7 +78,7 @@ class DataParallelLockstep(Extension):
         ]
 
     def _exchange(self, plan: list[Rectangle]) -> list[list[Rectangle]]:
-        """Return every rank's plan. The hosts exchange the plans without waiting for a device."""
+        """Return every rank's plan. The hosts exchange plans without waiting for a device."""
         group = get_dp_group()
         plan_F3 = torch.zeros(self._max_forwards, len(Rectangle._fields), dtype=torch.int32)
         if plan:
@@ -88,7 +88,7 @@ class DataParallelLockstep(Extension):
         return [[Rectangle(*row) for row in each.tolist() if row[1]] for each in plans]
 
     def _widen(self, batch: Planned | None, rectangle: Rectangle) -> Planned:
-        """Widen the batch, or padding if there is none, to `rectangle`, which is as large as any rank needs."""
+        """Pad the batch, or an empty batch if there is none, to the shape `rectangle`, large enough for every rank."""
         if batch is not None and (batch.shape.rows, batch.shape.queries) == rectangle[1:]:
             return batch
         if batch is None:

@@ -1,8 +1,8 @@
-"""Image, video, and audio encoders on devices that capture steps. Each item is padded to one of a few listed sizes.
+"""Image, video, and audio encoders on devices that capture steps. Each item is padded to one of a few sizes.
 
-The sizes depend on the model class (`FORMS`). A larger item is encoded in a graph that is captured while serving.
+The sizes depend on the class of the model (`FORMS`). The graph for a larger item is captured while serving.
 
-N: rows of an encoder's output, one per prompt token. P: patches.
+N: rows of an encoder's output, one per token in the prompt. P: patches.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalKwargsItem
 
 IMAGE, VIDEO = "image", "video"
-"""Modality names in vLLM."""
+"""Names of modalities in vLLM."""
 _PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
 _SMALLEST = 64
-"""Number of tokens in a 224 x 224 image, the smallest size for which vLLM captures encoder CUDA graphs."""
+"""Number of tokens in a 224 x 224 image, which is the smallest size for which vLLM captures encoder CUDA graphs."""
 
 
 class Item(NamedTuple):
@@ -35,15 +35,13 @@ class Item(NamedTuple):
     modality: str
     data: MultiModalKwargsItem
     num_rows: int
-    """Number of prompt tokens that the item replaces."""
+    """Number of tokens in the prompt that the item replaces."""
 
 
 class Encoding(NamedTuple):
-    """Encoder inputs for one item."""
-
     modality: str
     num_rows: int
-    """Number of output rows (N): the item's rows and the padding rows after them."""
+    """Number of output rows (N): the rows of the item, followed by padding rows."""
     inputs: dict[str, torch.Tensor]
     """Tensors in host memory."""
 
@@ -56,15 +54,15 @@ class WholeItems:
     """Encoders with a single input size, such as those that scale every image to the same square."""
 
     def __init__(self, model: Any, width: int) -> None:
-        """Create the encoders. `width` is the size of a token's embedding."""
+        """Initialize the encoders. `width` is the size of a token embedding."""
         self._model = model
         self.width = width
-        """Size of an output row."""
+        """Size of a row in the output."""
         self._sizes: dict[str, tuple[int, ...]] = {}
-        """Maps a modality to the sizes that warm-up captures. Used by encoders with padded inputs."""
+        """Maps each modality to the sizes that warm-up captures. Only encoders with padded inputs use this field."""
 
     def _fit(self, modality: str, size: int) -> int:
-        """Return a listed size, or the last one times a power of two, for which a graph is captured while serving."""
+        """Return a listed size, or the largest one times a power of two, captured while serving."""
         fitting = next((listed for listed in self._sizes[modality] if listed >= size), self._sizes[modality][-1])
         while fitting < size:
             fitting *= 2
@@ -76,22 +74,22 @@ class WholeItems:
         return self._sizes[largest.modality]
 
     def list_encodings(self, largest: Item) -> Iterator[Encoding]:
-        """Yield an example input for each size that warm-up captures."""
+        """Yield a sample input for each size that warm-up captures."""
         yield self.encoding(largest)
 
     def encoding(self, item: Item) -> Encoding:
         return Encoding(item.modality, item.num_rows, _take_inputs(item))
 
     def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the encoded rows, [N, H]. This runs inside a graph, so it must not read tensor values on the host."""
+        """Return encoded rows, [N, H]. Runs inside a graph, so it must not read tensor values on the host."""
         outputs = [output.flatten(0, -2) for output in self._model.embed_multimodal(**inputs)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 class Tiles(WholeItems):
-    """Encoders that split an image into tiles of the same size and encode each tile separately.
+    """Encoders that split an image into tiles of equal size and encode each tile separately.
 
-    Inputs are padded with tiles. A video frame is one tile, so images and videos share one list of sizes.
+    Inputs are padded with tiles. A video frame is one tile, so that images and videos share a list of sizes.
     """
 
     def list_encodings(self, largest: Item) -> Iterator[Encoding]:
@@ -116,21 +114,21 @@ class Tiles(WholeItems):
         return super().run(modality, inputs | self._as_one_image(len(inputs["pixel_values"])))
 
     def _as_one_image(self, num_tiles: int) -> dict[str, torch.Tensor]:
-        """Return the other arguments of vLLM's `embed_multimodal` as tensors in host memory."""
+        """Return the remaining arguments of vLLM's `embed_multimodal` as tensors in host memory."""
         return {"image_num_patches": torch.tensor([num_tiles]), "image_token_id": torch.tensor(0)}
 
 
 class Crops(Tiles):
-    """The Gemma 3 encoder, which takes the whole image and any crops that the processor makes ("pan and scan")."""
+    """The Gemma 3 encoder, whose inputs are the whole image and any crops that the processor makes ("pan and scan")."""
 
     def _as_one_image(self, num_tiles: int) -> dict[str, torch.Tensor]:
         return {"num_patches": torch.tensor([num_tiles])}
 
 
 class Patches(WholeItems):
-    """The Qwen-VL encoders, which represent an image of any size as patches and a video as the patches of all frames.
+    """The Qwen-VL encoders, which represent an image of any size as patches, and a video as the patches of all frames.
 
-    Inputs are padded with patches. vLLM's class derives the other inputs from the patch grid on the host.
+    Inputs are padded with patches. vLLM's class computes the other inputs on the host from the patch grid.
     """
 
     def __init__(self, model: Any, width: int) -> None:
@@ -139,12 +137,12 @@ class Patches(WholeItems):
         self._merged: int = visual.spatial_merge_size**2
         self._on_host: Any = copy.copy(visual)
         self._on_host._modules = dict(visual._modules)
-        for name in ("rotary_pos_emb", "patch_embed"):  # `patch_embed` provides the device
+        for name in ("rotary_pos_emb", "patch_embed"):  # `patch_embed` determines the device
             self._on_host._modules[name] = _copy_on_host(getattr(visual, name))
 
     def list_encodings(self, largest: Item) -> Iterator[Encoding]:
         for num_rows in self._list_rows(largest):
-            # Use one frame per token, because a single long image would exceed vLLM's position tables.
+            # Treat each token as one frame, because a single long image would exceed vLLM's position tables.
             grid = [num_rows, self._side, self._side]
             example = _take_inputs(largest)[_PIXELS[largest.modality]]
             pixels = example.new_zeros(num_rows * self._merged, *example.shape[1:])
@@ -152,7 +150,7 @@ class Patches(WholeItems):
 
     @property
     def _side(self) -> int:
-        """Return the number of patches on each side of the square that becomes one token."""
+        """Return the number of patches along each side of the square that becomes one token."""
         return int(self._merged**0.5)
 
     def encoding(self, item: Item) -> Encoding:
@@ -166,7 +164,7 @@ class Patches(WholeItems):
         inputs = {"pixels": _with_rows(pixels, num_patches)}
         for name, value in sorted(found.items()):
             if name.startswith("cu_"):
-                # Pad to the maximum number of sequences. The padding patches form a separate sequence.
+                # Pad to the maximum number of sequences. Padding patches form a separate sequence.
                 inputs[name] = _with_rows(value, num_rows + 1, fill=int(value[-1]))
             elif name in ("window_index", "reverse_indices"):
                 inputs[name] = torch.cat((value, torch.arange(len(value), num_rows)))
@@ -175,7 +173,7 @@ class Patches(WholeItems):
         return Encoding(modality, num_rows, inputs)
 
     def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        # Other attention kernels would need the lengths on the host.
+        # Only other attention kernels need these lengths, and they need them on the host.
         unused = dict.fromkeys(("max_seqlen", "max_seqlen_full", "max_seqlen_window"))
         metadata = unused | {name: value for name, value in inputs.items() if name != "pixels"}
         found: torch.Tensor = self._model.visual(inputs["pixels"], None, encoder_metadata=metadata)
@@ -183,10 +181,10 @@ class Patches(WholeItems):
 
 
 class PlacedPatches(Patches):
-    """The Qwen3-VL encoder, which also adds position embeddings that it interpolates from a table.
+    """The Qwen3-VL encoder, which also adds position embeddings interpolated from a table.
 
-    The host computes which table rows each patch needs, and the graph gathers them. Each output row also holds the
-    values that are added to the hidden states after the model's first layers.
+    The host computes which table rows each patch needs, and the graph gathers these rows. Each output row also contains
+    the values that are added to hidden states after the first layers of the model.
     """
 
     def __init__(self, model: Any, width: int) -> None:
@@ -213,9 +211,9 @@ class PlacedPatches(Patches):
 
 
 def compute_corners(indices_P2: torch.Tensor, height: int, width: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the table rows around each patch, int64 [P, 4], and their weights, float32 [P, 4].
+    """Return the table rows around each patch, int64 [P, 4], and their interpolation weights, float32 [P, 4].
 
-    The table has `side` x `side` positions. The outermost of the `height` x `width` patches lie at its edges.
+    The table has `side` x `side` positions. The outermost of the `height` x `width` patches are at its edges.
     """
     rows, columns = (
         torch.linspace(0, side - 1, size)[indices_P2[:, axis]] for axis, size in enumerate((height, width))
@@ -231,11 +229,12 @@ class SquaresOfPatches(WholeItems):
     """The Mistral 3 (Pixtral) encoder, which represents an image of any size as patches.
 
     Inputs are padded with patches. vLLM's classes use image sizes to extract patches, embed positions, and merge
-    squares of patches. Here, the host does the first two and orders patches so that those of a square are adjacent.
+    squares of patches. In this class, the host extracts patches and embeds positions, and it orders patches so that the
+    patches of a square are adjacent.
     """
 
     def __init__(self, model: Any, width: int) -> None:
-        # Import this locally because it requires torchvision, which other models do not need.
+        # Import this function here, because it requires torchvision, which other models do not need.
         from vllm_gaudi_spec.upstream.models import position_ids_in_meshgrid
 
         super().__init__(model, width)
@@ -253,7 +252,7 @@ class SquaresOfPatches(WholeItems):
         return self._pad(item.modality, self._make_patches(item), self._fit(item.modality, item.num_rows))
 
     def _make_patches(self, item: Item) -> dict[str, torch.Tensor]:
-        """Return the pixels and the rotary embeddings for queries and keys, each [P, ...]."""
+        """Return the pixels, and the rotary embeddings for queries and keys, each [P, ...]."""
         (image,) = _take_inputs(item)[_PIXELS[item.modality]]
         tower, side = self._model.vision_tower, self._side
         size = tower.config.patch_size
@@ -267,7 +266,7 @@ class SquaresOfPatches(WholeItems):
     def _pad(self, modality: str, inputs: dict[str, torch.Tensor], num_rows: int) -> Encoding:
         num_patches = len(inputs["pixels"])
         padded = {name: _with_rows(value, num_rows * self._side**2) for name, value in inputs.items()}
-        # The padding after the image's patches forms a separate sequence.
+        # The padding after the patches of the image forms a separate sequence.
         return Encoding(modality, num_rows, padded | {"ends": torch.tensor([0, num_patches], dtype=torch.int32)})
 
     def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -275,10 +274,10 @@ class SquaresOfPatches(WholeItems):
         weight = tower.patch_conv.weight
         pixels = tower.input_norm(inputs["pixels"], weight.dtype)
         states_1PH = tower.ln_pre(torch.nn.functional.linear(pixels, weight.flatten(1))[None])
-        lengths = (None, None)  # only other attention kernels need them
+        lengths = (None, None)  # only other attention kernels need these values
         turns = inputs["cos"], inputs["sin"]
         encoded_PH = tower.transformer(states_1PH, turns, inputs["ends"], *lengths, return_all_hidden_states=False)[0]
-        # Order by channel, then by position within the square, as vLLM's `unfold` does.
+        # Order by channel and then by position within the square, like vLLM's `unfold`.
         squares = projector.norm(encoded_PH).unflatten(0, (-1, self._side**2)).transpose(1, 2).flatten(1)
         hidden, _ = projector.linear_1(projector.patch_merger.merging_layer(squares))
         found: torch.Tensor = projector.linear_2(projector.act(hidden))[0]
@@ -295,7 +294,7 @@ FORMS: dict[str, type[WholeItems]] = {
     "Qwen3VLForConditionalGeneration": PlacedPatches,
     "Qwen3VLMoeForConditionalGeneration": PlacedPatches,
 }
-"""Maps each supported architecture to its encoder form. Other architectures are refused at start-up."""
+"""Maps each supported architecture to the class for its encoders. Other architectures are rejected at start-up."""
 
 
 def _take_inputs(item: Item) -> dict[str, torch.Tensor]:
@@ -308,7 +307,7 @@ def _with_rows(tensor: torch.Tensor, num_rows: int, fill: int = 0) -> torch.Tens
 
 
 def _copy_on_host(module: nn.Module) -> nn.Module:
-    """Return a copy of the module with separate tensors in host memory. Everything else is shared."""
+    """Return a copy of the module whose tensors are separate and in host memory. Everything else is shared."""
     made = copy.copy(module)
     for kind in ("_parameters", "_buffers"):
         tensors: dict[str, Any] = getattr(module, kind)
@@ -318,7 +317,7 @@ def _copy_on_host(module: nn.Module) -> nn.Module:
 
 
 class Encoders:
-    """A model's encoders and the sizes that warm-up captures."""
+    """The encoders of a model and the sizes that warm-up captures."""
 
     def __init__(self, vllm_config: VllmConfig, model: nn.Module) -> None:
         config = vllm_config.model_config
@@ -340,10 +339,10 @@ class Encoders:
 
     @property
     def num_pads(self) -> int:
-        """Number of rows needed for padding and warm-up."""
+        """Number of rows needed for padding and for warm-up."""
         return max(encoding.num_rows for encoding in self.listed)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the buffer for cached outputs."""
+        """Size in bytes of the buffer for cached outputs."""
         return (self.num_pads + self.num_kept) * self.width * self.dtype.itemsize

@@ -1,6 +1,6 @@
-"""KV connectors, which save the KV cache of prompts to external storage and load it from there.
+"""KV connectors, which save the KV cache of prompts to external storage and load it again later.
 
-A connector copies KV before and after a step, because a captured step cannot call it from within a layer.
+A connector copies KV before and after a step, because captured steps cannot call it inside layers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ if TYPE_CHECKING:
 
 
 class KVConnector(Extension):
-    """Calls the KV connector of this process."""
-
     def __init__(self, vllm_config: VllmConfig, kv_caches: dict[str, Any]) -> None:
-        """Create the extension. `kv_caches` maps each layer whose KV is transferred to that layer's cache."""
+        """Create the extension. `kv_caches` maps each layer whose KV is transferred to its cache."""
         self._kv_caches = kv_caches
         self._connector = get_kv_transfer_group()
         self._step = ActiveKVConnector(vllm_config, kv_caches)
-        # Some connectors load nothing without metadata. They also look for caches in all layers of the forward context.
+        # Some connectors load nothing without metadata. They also look for caches in all layers of the context.
         self._context = create_forward_context(dict.fromkeys(kv_caches), vllm_config)
         layers = self._context.no_compile_layers
         self._context.no_compile_layers = {name: layers[name] for name in kv_caches}
@@ -47,11 +45,11 @@ class KVConnector(Extension):
     def load(
         cls, vllm_config: VllmConfig, kv_cache: KVCache, speculation: Speculation | None, drafter: LoadedModel | None
     ) -> KVConnector | None:
-        """Return the extension, or None if the process has no connector.
+        """Return the extension, or None if this process has no connector.
 
-        A draft model's KV is not transferred, because the model can read the loaded prompt itself. It can therefore be
-        used on only one side. A head cannot, because the prompt's hidden states are on the other side. Offloading
-        copies all layers of a block.
+        The KV of a draft model is not transferred, because the model can read the loaded prompt itself, so a draft
+        model may be used on only one side. A head cannot, because the prompt's hidden states are on the other side.
+        Offloading copies all layers of a block.
         """
         if not has_kv_transfer_group():
             return None

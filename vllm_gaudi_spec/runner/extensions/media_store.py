@@ -1,9 +1,9 @@
-"""The media store, which holds encoder outputs for prompt chunks on devices that capture steps, one row per token.
+"""The media store, which contains encoder outputs for prompt chunks on devices that capture steps, one row per token.
 
-Rows are assigned like KV slots: the host assigns rows to each image, and a prompt chunk receives one row number per
-token. Its graph therefore does not depend on the images.
+Rows are assigned like KV slots: the host assigns rows to each image, and each token of a prompt chunk gets a row
+number. The graph of the chunk therefore does not depend on the images.
 
-S: rows in the store. N: rows in an encoder's output. W: width of a row, which holds one token's embedding.
+S: rows in the store. N: rows in an encoder's output. W: width of a row, which contains the embedding of one token.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MediaStore:
             device=backend.traits.torch_device,
         )
         self._rows_np: dict[str, np.ndarray] = {}
-        """Maps an item's hash to its row numbers, int64."""
+        """Maps the hash of an item to its row numbers, int64."""
         self._run_encode = backend.graphs.graph(self._encode)
 
     # --- encoders ---
@@ -55,7 +55,7 @@ class MediaStore:
             yield Job(ENCODERS, partial(self._run, encoding), (encoding.signature,), encoding.num_rows)
 
     def encode(self, mm_hash: str, item: Item) -> None:
-        """Encode an item unless it is already in the store."""
+        """Encode an item, unless the store already contains it."""
         if mm_hash in self._rows_np:
             return
         assert item.num_rows <= len(self._free_np), "vLLM's scheduler keeps more tokens of images than it has room for"
@@ -63,9 +63,9 @@ class MediaStore:
         self._run(self._encoders.encoding(item), self._rows_np[mm_hash])
 
     def _run(self, encoding: Encoding, rows_np: np.ndarray = _NO_ROWS) -> None:
-        """Encode an item and store its output in the rows `rows_np`.
+        """Encode an item and store its output in `rows_np`.
 
-        Padding goes to other rows, which are never read. Warm-up passes no rows, so all of its output is padding.
+        Padding goes to other rows, which are never read. In warm-up, no rows are passed, so all output is padding.
         """
         self._recorder.saw(encoding.signature)
         pads_np = np.resize(self._pads_np, encoding.num_rows - len(rows_np))
@@ -90,7 +90,8 @@ class MediaStore:
     # --- prompt chunks ---
 
     def find_rows(self, batch: Batch, features: dict[str, list[MultiModalFeatureSpec]]) -> torch.Tensor:
-        """Return each token's store row or `NO_MEDIA` for a rectangle, int64 [T]. `features` maps requests to items."""
+        """Return each token's store row or `NO_MEDIA` for a padded batch, int64 [T]. `features` maps requests to
+        items."""
         rows_np = np.full(batch.shape.tokens, NO_MEDIA, dtype=np.int64)
         for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
             chunk_np = rows_np[row * batch.shape.queries :][:count]
@@ -98,14 +99,14 @@ class MediaStore:
         return self._upload(torch.from_numpy(rows_np))
 
     def _put(self, chunk_np: np.ndarray, start: int, features: Sequence[MultiModalFeatureSpec]) -> None:
-        """Fill in the store rows for a chunk's tokens, which begin at position `start`."""
+        """Fill in the store rows of a chunk's tokens, which begin at position `start`."""
         end = start + len(chunk_np)
         begin, stop = get_mm_features_in_window(list(features), start=start, end=end)
         for feature in features[begin:stop]:
             span = feature.mm_position
             first, last = max(start - span.offset, 0), min(end - span.offset, span.length)
             used = slice(*span.get_embeds_indices_in_range(first, last))
-            if used.start == used.stop:  # the chunk contains only text around the image
+            if used.start == used.stop:  # the chunk contains only the text around the image
                 continue
             part_np = chunk_np[span.offset + first - start : span.offset + last - start]
             is_media: Any = slice(None) if span.is_embed is None else span.is_embed[first:last].numpy()

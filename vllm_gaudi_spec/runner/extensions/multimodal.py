@@ -1,6 +1,7 @@
-"""Multimodal items in prompts, which are encoded in the step that the scheduler chooses and merged into embeddings.
+"""Multimodal items in prompts, which are encoded in the step chosen by the scheduler and merged into embeddings.
 
-The encoders, their cache, and the lookup of a chunk's items come from vLLM's newer runner. Drafters see only tokens.
+The encoders, their cache, and the lookup of a chunk's items are those of vLLM's newer runner. Drafters process only
+tokens.
 
 D: dimensions of a multimodal rotary position.
 """
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
 
 
 _SEEN_BOTH_WAYS_IN_WINDOWS = ("gemma4",)
-"""The `model_type` of each model that attends bidirectionally within images only in its sliding-window layers."""
+"""The `model_type` of each model that attends bidirectionally within images only in sliding-window layers."""
 
 
 class Multimodal(Extension):
-    """Multimodal inputs in the target's prompts."""
+    """Multimodal inputs in prompts of the target."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Multimodal(Extension):
         self._cache = EncoderCache()
         self._encoders = EncoderRunner(
             model,
-            max_num_tokens=0,  # the buffer is not used, because the forward pass merges the embeddings
+            max_num_tokens=0,  # the buffer is not used, because embeddings are merged in the forward pass
             hidden_size=0,
             encoder_cache=self._cache,
             dtype=model_config.dtype,
@@ -81,7 +82,7 @@ class Multimodal(Extension):
             self.rotary_offsets = DeviceRows(backend, max_rows, np.array(0, dtype=np.int32))
 
     def apply(self, scheduled: SchedulerOutput, requests: Requests) -> None:
-        """Remove ended requests, register admitted ones, and run the encoders that this step needs."""
+        """Remove requests that have ended, register admitted requests, and run the encoders that the step needs."""
         for mm_hash in scheduled.free_encoder_mm_hashes:
             self._cache.free_encoder_cache(mm_hash)
             if self.store is not None:
@@ -121,23 +122,23 @@ class Multimodal(Extension):
                     store.encode(feature.identifier, item)
 
     def reset_encoder_cache(self) -> None:
-        """Clear the cached encoder outputs, because the weights have changed."""
+        """Clear cached encoder outputs, because the weights have changed."""
         self._cache.reset_encoder_cache()
         if self.store is not None:
             self.store.reset()
 
     def add_to(self, batch: Batch) -> Batch:
-        """Return the batch with embeddings and, if they differ from token positions, rotary positions.
+        """Return the batch with embeddings and, if they differ from the token positions, rotary positions.
 
-        Decodes need neither. However, a prompt's last token may be processed as a decode. If steps are not captured,
-        that token may belong to an image.
+        Decodes need neither. However, the last token of a prompt may be processed as a decode, and if steps are not
+        captured, this token may belong to an image.
         """
         is_decode = batch.shape.phase == DECODE
         if self.store is not None:
             return batch if is_decode else replace(batch, multimodal=self._make_captured_inputs(self.store, batch))
         if not batch.requests:
             return batch
-        newest = batch.requests[0]  # a decode contains only requests of one kind
+        newest = batch.requests[0]  # all requests in a decode are of the same kind
         if is_decode and newest.num_computed >= len(newest.all_token_ids):
             return batch
         embeddings, is_media_T = self._gather_embeddings(batch)
@@ -155,9 +156,9 @@ class Multimodal(Extension):
             yield from self.store.jobs()
 
     def _make_captured_inputs(self, store: MediaStore, batch: Batch) -> MultimodalInputs:
-        """Return inputs that have the same form for every batch of prompt chunks.
+        """Return inputs with the same shapes and dtypes for every batch of prompt chunks.
 
-        A text-only graph would also have to be compiled and would only avoid selecting one of two rows for each token.
+        A graph for text alone would also be compiled and would save only the selection between two rows per token.
         """
         return MultimodalInputs(
             rows_T=store.find_rows(batch, self._cache.mm_features),
@@ -166,7 +167,7 @@ class Multimodal(Extension):
         )
 
     def _gather_embeddings(self, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Return encoder outputs in the order of the batch's tokens and a mask of the tokens that they replace."""
+        """Return encoder outputs in the order of the batch's tokens, and a mask of the tokens that they replace."""
         counts_np = np.array(batch.counts, dtype=np.int64)
         embeddings, is_media_T = self._encoders.gather_mm_embeddings(
             [request.req_id for request in batch.requests],
@@ -179,12 +180,12 @@ class Multimodal(Extension):
         return embeddings, self._upload(is_media_T) if embeddings else None
 
     def _find_spans(self, batch: Batch) -> Spans | None:
-        """Return the spans of the images that end in the batch's chunks.
+        """Return the spans of images that end in the chunks of the batch.
 
-        The scheduler never ends a chunk within an image, but the prefix cache may hold the beginning of an image.
+        The scheduler never ends a chunk inside an image, but the prefix cache may contain the beginning of an image.
         """
         if not self._sees_both_ways or batch.shape.phase == DECODE:
-            return None  # an image's last token can attend to the whole image anyway
+            return None  # the last token of an image can attend to the whole image anyway
         features = [self._cache.mm_features.get(request.req_id, []) for request in batch.requests]
         images = find_bidirectional_spans(features, self._sliding_window)
         found = [
@@ -198,7 +199,7 @@ class Multimodal(Extension):
         lasts_np = np.zeros((batch.shape.rows, batch.shape.queries), dtype=np.int32)
         for row, first, last in found:
             start = batch.requests[row].num_computed
-            # Otherwise, the KV of the image's first tokens would be computed as if the image ended with the chunk.
+            # Otherwise, the KV of the first tokens in the image would be computed as if the image ended with the chunk.
             assert last < start + batch.counts[row], "a chunk ends within an image"
             lasts_np[row, max(first - start, 0) : last + 1 - start] = last
         rows = None if self.store is not None else self._span_rows(found)
@@ -213,7 +214,7 @@ class Multimodal(Extension):
         rotary_np = np.zeros((self._num_dims, rows, queries), dtype=np.int64)
         for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
             positions_np = np.arange(request.num_computed, request.num_computed + count)
-            # The tokens of a resumed request include output tokens.
+            # The tokens of a resumed request include its output tokens.
             rotary_np[:, row, :count] = positions_np + self._offsets.get(request.req_id, 0)
             if (prompt_np := self._rotary_np.get(request.req_id)) is not None:
                 part_np = prompt_np[:, request.num_computed : request.num_computed + count]

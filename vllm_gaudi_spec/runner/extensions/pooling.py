@@ -1,4 +1,4 @@
-"""Pooling models: vLLM's pooler turns a prompt's hidden states into the request's output, and no tokens are sampled.
+"""Pooling models, in which vLLM's pooler computes a request's output from hidden states and no tokens are sampled.
 
 vLLM's poolers take lists of requests and run on the host, so they are never captured.
 """
@@ -36,7 +36,7 @@ def list_tasks(model: Any) -> tuple[str, ...]:
 
 
 def get_output_format(model: Any, config: ModelConfig) -> tuple[int, torch.dtype]:
-    """Return the size and dtype of a forward pass's output per token.
+    """Return the size and dtype of a forward pass's output for each token.
 
     In vLLM's token classification models, the forward pass itself returns class scores.
     """
@@ -51,7 +51,7 @@ class Pooling(Extension):
         self._hidden_states = hidden_states
         self._memory = memory
         self.comparisons = LateInteractionRunner(enable_flash=False)
-        """Cached token embeddings of queries. A query is kept until it has been compared with all of its documents."""
+        """Cached token embeddings of queries. A query is kept until all of its documents have been compared with it."""
         self._states: dict[str, PoolingStates] = {}
         """Maps a request to its chunks' hidden states, which are kept until the last chunk if all are returned."""
         self._pooled: dict[str, torch.Tensor] = {}
@@ -68,7 +68,7 @@ class Pooling(Extension):
             self._states[request.req_id] = PoolingStates()
 
     def add_to(self, batch: Batch) -> Batch:
-        """Return the batch with token types if any of its requests has two texts.
+        """Return the batch with token types if one of its requests has two texts.
 
         vLLM provides the position at which the second text begins.
         """
@@ -105,8 +105,8 @@ class Pooling(Extension):
                 self._pooled[request.req_id] = output
 
     def _gather_states(self, batch: Batch) -> torch.Tensor:
-        """Return the hidden states of the batch's real tokens, [T, H]."""
-        if batch.shape.phase == DECODE:  # prompts with only one token left
+        """Return the hidden states of the real tokens in the batch, [T, H]."""
+        if batch.shape.phase == DECODE:  # prompts of which only one token is left
             return self._hidden_states.take(batch.inputs.split().rows_B, 1).hidden_NH[: len(batch.requests)]
         begins = range(0, batch.shape.tokens, batch.shape.queries)
         parts = [self._hidden_states.chunk_TH.narrow(0, *part) for part in zip(begins, batch.counts, strict=False)]
@@ -129,7 +129,7 @@ def _get_params(request: Request) -> PoolingParams:
 
 
 def _pad(prompts: list[list[int]]) -> torch.Tensor:
-    """Return the prompts as one padded tensor, for poolers that need token IDs."""
+    """Return prompts as a padded tensor, for poolers that need token IDs."""
     padded_np = np.zeros((len(prompts), max(map(len, prompts))), dtype=np.int64)
     for row_np, prompt in zip(padded_np, prompts, strict=True):
         row_np[: len(prompt)] = prompt

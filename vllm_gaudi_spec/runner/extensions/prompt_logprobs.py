@@ -1,6 +1,6 @@
-"""Prompt log-probabilities, which are computed and copied to the host after each prompt chunk's forward pass.
+"""Prompt log-probabilities, which are computed and copied to the host after the forward pass of each prompt chunk.
 
-These copies are separate from the step's report. The scores are reported in the step that ends the prompt.
+These copies are separate from the report of the step. The scores are reported in the step in which the prompt ends.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.sampling.params import Sampling
 
 _SLICE = 64
-"""Number of prompt positions scored at a time. The logits of a whole chunk would need too much memory."""
+"""Number of prompt positions to score at a time. Logits for a whole chunk would take too much memory."""
 
 
 class PromptLogprobs(Extension):
-    """Computes the scores for requests that set `prompt_logprobs`. S: positions in a slice."""
+    """Computes scores for requests that set `prompt_logprobs`. S: positions in a slice."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class PromptLogprobs(Extension):
         downloads: Downloads,
         recorder: StepRecorder,
     ) -> None:
-        """Create the extension. `chunk_TH` holds the hidden states of the latest batch of prompt chunks."""
+        """Create the extension. `chunk_TH` contains the hidden states of the latest batch of prompt chunks."""
         self._target = target
         self._chunk_TH = chunk_TH
         self._sampling = sampling
@@ -51,7 +51,7 @@ class PromptLogprobs(Extension):
         self._score = backend.graphs.graph(self._score_slice)
 
     def after_forward(self, batch: Batch) -> None:
-        """Score the prompt tokens that the batch's chunks predict."""
+        """Score the prompt tokens that are predicted by the chunks in the batch."""
         if batch.shape.phase != PREFILL:
             return
         ends = dict(zip(batch.requests, batch.ends, strict=True))
@@ -59,7 +59,7 @@ class PromptLogprobs(Extension):
             if index and batch.requests[index - 1] is request:
                 continue  # a slice whose hidden states follow those of the previous slice
             num_requested = request.params.prompt_logprobs
-            # After a preemption, outputs are prefilled too, but the user already has the prompt's scores.
+            # After a preemption, output tokens are also prefilled, but the user already has the scores of the prompt.
             if num_requested is None or len(request.all_token_ids) > request.num_prompt:
                 continue
             begin = batch.starts[index]
@@ -83,9 +83,9 @@ class PromptLogprobs(Extension):
                 request.prompt_logprobs.clear()
 
     def _start_scoring(self, begin: int, tokens: list[int], count: int, row: int) -> Wait:
-        """Score `tokens` and start copying the scores to the host.
+        """Score `tokens` and start to copy the scores to the host.
 
-        These tokens follow the chunk's tokens from index `begin` on. Short slices are padded to a common shape.
+        These tokens follow the tokens of the chunk from index `begin` on. Short slices are padded to the same shape.
         """
         self._recorder.saw(_signature(count))
         small = np.zeros((3, _SLICE), dtype=np.int64)

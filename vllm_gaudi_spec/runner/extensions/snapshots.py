@@ -1,4 +1,4 @@
-"""Snapshots of recurrent states, stored on the device in the rows after those of requests."""
+"""Snapshots of recurrent states, which are stored on the device in the rows after those of requests."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class SnapshotRows(Extension):
-    """Copies one snapshot row at a time, using a single graph.
+    """Copies snapshots one row at a time, using a single graph.
 
-    A state is large, so padding to a fixed number of rows would cost more time than it saves.
+    A state is large, so padding to a fixed number of rows would take more time than it saves.
     """
 
     def __init__(self, states: RecurrentStates, requests: Requests, backend: DeviceBackend) -> None:
@@ -28,7 +28,7 @@ class SnapshotRows(Extension):
         self._run_copy = backend.graphs.graph(states.copy_rows)
 
     def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
-        """Initialize requests from the snapshots that the scheduler selected."""
+        """Initialize requests from the snapshots that the scheduler has selected."""
         for req_id, slot in scheduled.state_loads.items():
             self._copy(self._first + slot, requests.by_id[req_id].row)
 

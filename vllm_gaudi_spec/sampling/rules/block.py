@@ -1,7 +1,7 @@
-"""Block verification (Sun et al., arXiv 2403.10444, algorithm 2), which verifies a step's drafts together.
+"""Block verification (Sun et al., arXiv 2403.10444, algorithm 2), which verifies all drafts of a step together.
 
-The rule is exact in distribution and accepts at least as many drafts as the standard rule in expectation: a draft that
-is more likely under the target than under the drafter compensates for an earlier one that is less likely.
+The rule is exact in distribution and, in expectation, accepts at least as many drafts as the standard rule: a draft
+that is more likely under the target than under the drafter compensates for an earlier draft that is less likely.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def accept_probs(
     for index in range(num_positions):
         weights.append((weights[index] * ratio_BK[:, index]).clamp_(max=1))
     weights_BQ = torch.stack(weights, dim=1)
-    # Sum max(w p - q, 0) at positions 0 to K - 1. Position 0 is unused, but avoids an empty tensor for K = 1.
+    # Sum max(w p - q, 0) at positions 0 to K - 1. Position 0 is not used but avoids an empty tensor for K = 1.
     surplus_BK = (weights_BQ[:, :num_positions, None] * probs_BKV - draft_probs_BKV).clamp_(min=0).sum(-1)
     missing_BK = 1 - weights_BQ[:, :num_positions]
-    # If p = q after a prefix of weight 1, this is 0 / 0, but a longer prefix is then certain to be accepted.
+    # If p = q after a prefix of weight 1, the quotient is 0 / 0, but a longer prefix is then certain to be accepted.
     inner_BK = torch.where(surplus_BK > 0, surplus_BK / (surplus_BK + missing_BK), 0.0)
-    # h_i belongs to the prefix of i drafts and uses position i, which follows that prefix.
+    # h_i belongs to the prefix of i drafts and uses position i, which follows this prefix.
     lengths_K = torch.arange(1, num_positions + 1, device=drafts_BK.device)
     whole_BK = lengths_K == num_drafts_B[:, None]
     shorter_BK = lengths_K < num_drafts_B[:, None]
@@ -50,7 +50,7 @@ def verify(
     keys_B2: torch.Tensor,
     positions_BQ: torch.Tensor,
 ) -> Verification:
-    """Accept the longest prefix of drafts whose acceptance draw succeeds, then sample from the target's residual.
+    """Accept the longest prefix of drafts whose random draw succeeds, and then sample from the target's residual.
 
     The arguments are the same as in `standard.verify`.
     """
@@ -59,8 +59,8 @@ def verify(
     accept_BK, weights_BQ = accept_probs(logits_BKV.softmax(-1), draft_probs_BKV, drafts_BK, num_drafts_B)
     matches_BK = stop.match_argmax(logits_BKV, drafts_BK, num_drafts_B)
     accept_BK = torch.where((temperature_B > 0)[:, None], accept_BK, matches_BK)
-    # Where a row stops also depends on the drafts and noise at later positions. If keys depended on the position alone,
-    # the next step would reuse that noise, and its tokens would depend on where this step stopped.
+    # The position at which a row stops also depends on the drafts and the noise at later positions. If keys depended on
+    # the position alone, the next step would reuse that noise, and its tokens would depend on where this step stopped.
     block_keys_B2 = derive_block_keys(keys_B2, positions_BQ[:, 0])
     accepted_BK = uniform(block_keys_B2, positions_BQ[:, :num_positions], Stream.ACCEPT) < accept_BK
     lengths_K = torch.arange(1, num_positions + 1, dtype=torch.int32, device=drafts_BK.device)

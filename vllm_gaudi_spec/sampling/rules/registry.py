@@ -1,9 +1,9 @@
-"""A device's versions of the sampling functions that process whole vocabularies.
+"""A device's implementations of the sampling functions that process whole vocabularies.
 
-The functions in this folder are the reference. If they launch too many kernels or read memory too often, a device
-replaces some of them by name with versions that take the same arguments and return the same tokens. Scores within 1e-4
-of each other may swap ranks, and filters may differ within the tolerance stated in `sampling/filters.py`. For rows with
-NaN, a replacement only needs to return valid tokens.
+The functions in this folder are the reference implementations. If they launch too many kernels or read memory too
+often, a device replaces some of them by name with functions that take the same arguments and return the same tokens.
+Scores within 1e-4 of each other may swap ranks, and filters may differ within the tolerance given in
+`sampling/filters.py`. For rows with NaN, a replacement only has to return valid tokens.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def _modules_verify() -> dict[str, Callable[..., Verification]]:
 
 
 def _are_sound(logits_BV: torch.Tensor) -> torch.Tensor:
-    """Return whether each row is sound, meaning that it contains neither NaN nor +inf, bool [B]. Reads logits once.
+    """Return whether each row contains neither NaN nor +inf, bool [B]. This function reads the logits once.
 
-    A row that contains only -inf is sound: all of its tokens are masked.
+    A row that contains only -inf is also valid, because all of its tokens are masked.
     """
     return logits_BV.sum(-1) < torch.inf
 
@@ -43,14 +43,15 @@ class Rules(NamedTuple):
     sample_greedy: Callable[..., torch.Tensor] = strict.sample_greedy
     sample_random: Callable[..., torch.Tensor] = strict.sample_random
     sound_argmax: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = _sound_argmax
-    """Takes logits [B, V] in any dtype. Returns the greedy tokens, int32 [B], and which rows are sound, bool [B]."""
+    """Takes logits [B, V] in any dtype. Returns the greedy tokens, int32 [B], and whether each row contains neither NaN
+    nor +inf, bool [B]."""
     strict_greedy: Callable[..., Verification] = strict.verify_greedy
     strict_random: Callable[..., Verification] = strict.verify_random
     verify: Mapping[str, Callable[..., Verification]] = _modules_verify()
     """The other rules by name.
 
-    Rules that need probabilities take the arguments of `standard.verify`. All others take those of `synthetic.verify`,
-    but only the synthetic rule takes `rates_K`.
+    Rules that need probabilities take the arguments of `standard.verify`. All other rules take those of
+    `synthetic.verify`, but only the synthetic rule takes `rates_K`.
     """
 
 

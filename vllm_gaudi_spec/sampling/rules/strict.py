@@ -1,6 +1,6 @@
-"""The strict rule: sample the target at each position with position-keyed noise, and accept drafts that match.
+"""The strict rule, which samples from the target with noise keyed by position and accepts drafts that match.
 
-The output is the same, token for token, as without drafts. If there are no drafts, this is ordinary sampling.
+The output is the same as without drafts, token for token. Without drafts, this is ordinary sampling.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def sample_random(
     positions_BQ: torch.Tensor,
     stream: Stream = Stream.TARGET,
 ) -> torch.Tensor:
-    """Sample each position from its logits. Rows with temperature 0 take their argmax."""
+    """Sample each position from its logits. Rows with temperature 0 use the argmax."""
     tokens_V = torch.arange(logits_BQV.shape[-1], dtype=torch.int32, device=logits_BQV.device)
     noise = gumbel(keys_B2, positions_BQ, stream, tokens_V)
     noise.mul_((temperature_B > 0)[:, None, None])
@@ -30,7 +30,7 @@ def sample_random(
 
 
 def verify(sampled_BQ: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> Verification:
-    """Accept the drafts before the first mismatch with the target's tokens, then append the target's next token."""
+    """Accept the drafts before the first mismatch with the target's tokens, and then append the target's next token."""
     num_positions = drafts_BK.shape[1]
     offsets_K = torch.arange(num_positions, device=sampled_BQ.device)
     equal = (drafts_BK == sampled_BQ[:, :num_positions]) & (offsets_K < num_drafts_B[:, None])

@@ -1,6 +1,6 @@
-"""The synthetic rule, which accepts drafts at given rates, regardless of what the models output.
+"""The synthetic rule, which accepts drafts at given rates, regardless of the outputs of the models.
 
-Use this rule only for benchmarks, since the output follows neither model's distribution.
+Use this rule only for benchmarks, because its output follows the distribution of neither model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def accept_probs(rates_K: torch.Tensor) -> torch.Tensor:
-    """Return each draft's acceptance rate if all earlier ones were accepted, float32 [K]. `rates_K` never increases."""
+    """Return the acceptance rate of each draft if all earlier ones were accepted, float32 [K]. The values in `rates_K`
+    never increase."""
     before_K = torch.cat((torch.ones_like(rates_K[:1]), rates_K[: rates_K.shape[0] - 1]))
     return torch.where(before_K > 0, rates_K / before_K, 0.0)
 
@@ -33,7 +34,7 @@ def verify(
     keys_B2: torch.Tensor,
     positions_BQ: torch.Tensor,
 ) -> Verification:
-    """Accept draft i and all earlier ones with probability `rates_K[i]`, then append the target's own token.
+    """Accept draft i and all earlier ones with probability `rates_K[i]`, and then append the target's own token.
 
     A step may have fewer drafts than there are rates.
     """

@@ -1,7 +1,7 @@
-"""Measures speculation methods side by side and compares their tokens with those of the baseline.
+"""Measures speculation methods side by side and compares their tokens with the baseline's.
 
-On a busy machine, speeds measured minutes apart differ by more than the speedup from drafting. Engines therefore take
-turns: in each turn, every batch of prompts is answered by one engine after another, in alternating order.
+On a busy machine, speeds that are measured minutes apart differ by more than the speedup from drafting. Engines
+therefore take turns: in each turn, all engines answer each batch of prompts one after another, in alternating order.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 Log = Callable[[str], None]
 
 LONGEST_FIXED_PROMPT = 32
-"""Upper bound on the number of tokens in a fixed prompt, with any vocabulary."""
+"""Upper bound on the number of tokens in a fixed prompt, for any vocabulary."""
 WARMUP_TOKENS = 16
-# Two candidates closer than this are tied, since single-row and multi-row kernels round differently.
+# Two candidates whose scores are closer than this are tied, because kernels round differently for one row and many.
 TIE = 1e-4
-# A drafter has a separate cache, and blocks are not always full.
+# A drafter has its own cache, and blocks are not always full.
 _KV_FACTOR = 3
 _MIN_KV = 256 << 20
-# With only one turn, other work on the machine changed ratios by up to a factor of two.
+# With a single turn, other work on the machine changed ratios by up to a factor of two.
 _MIN_TURNS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The settings shared by all tasks in a comparison."""
+    """The settings that all tasks of a comparison share."""
 
     OPTIONS: ClassVar = ("osl", "batch_size", "temperature", "seed", "num_warmups", "turns")
 
@@ -58,7 +58,7 @@ class Setup:
     num_warmups: int
     turns: int
     kv_bytes: int | None = None
-    """Size of each engine's KV cache, if several engines share the memory."""
+    """Size of the KV cache of each engine, if several engines share the memory."""
 
     def engine_options(self, config: dict[str, Any] | None) -> dict[str, Any]:
         tokenizer = get_tokenizer(self.model)
@@ -75,7 +75,7 @@ class Setup:
         )
 
     def sharing(self, num_engines: int, bytes_for_kv: int) -> Setup:
-        """Return the setup for engines that run side by side, with KV caches no larger than needed."""
+        """Return the setup for engines that run side by side, with KV caches that are no larger than needed."""
         needed = self.batch_size * self.engine_options(None)["max_model_len"] * kv_bytes_per_token(self.model)
         kv_bytes = min(max(_KV_FACTOR * needed, _MIN_KV), bytes_for_kv // num_engines)
         return replace(self, kv_bytes=kv_bytes)
@@ -97,7 +97,7 @@ class Setup:
 
 
 def kv_bytes_per_token(model: str) -> int:
-    """Return the number of KV bytes per token in float32, an upper bound for models without full attention."""
+    """Return the bytes of KV per token in float32, an upper bound for models without full attention."""
     config = get_config(model, trust_remote_code=False).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -123,7 +123,7 @@ class Run:
             setup.generate(self.llm, setup.prompts[: setup.batch_size], min(WARMUP_TOKENS, setup.osl))
 
     def take(self, turn: int, batch: range, more: Callable[[int], None]) -> None:
-        """Answer a batch of prompts. Store the answers if this is the first turn."""
+        """Answer a batch of prompts. The answers are stored in the first turn."""
         assert self.llm is not None, "it was closed"
         prompts = [self.setup.prompts[i] for i in batch]
         started = time.perf_counter()
@@ -137,12 +137,12 @@ class Run:
             self.answers += answers
 
     def finish(self, trace: Path | None = None) -> None:
-        """Make the report after the last turn."""
+        """Create the report after the last turn."""
         assert self.llm is not None, "it was closed"
         setup, llm, config = self.setup, self.llm, self._config
         num_tokens = sum(len(answer.token_ids) for answer in self.answers)
         latency = sum_median_seconds(self.seconds)
-        steps = llm.collective_rpc("step_report")[0]  # all ranks execute the same steps
+        steps = llm.collective_rpc("step_report")[0]  # all ranks run the same steps
         k = config["num_speculative_tokens"] if config else 0
         tokenizer = llm.get_tokenizer()
         self.report = {
@@ -170,7 +170,7 @@ class Run:
         }
 
     def compare_with(self, base: Run) -> None:
-        """Add the comparison with the baseline to the report. The baseline's engine is used to resolve ties."""
+        """Add the comparison with the baseline to the report, using the baseline's engine to detect ties."""
         self.report["matches_baseline"] = compare_texts(base, self)
         self.report["speedup"] = compute_speedup(base.seconds, self.seconds)
 
@@ -180,7 +180,7 @@ class Run:
 
 
 def profile_to(trace: Path | None) -> AbstractContextManager[Any]:
-    """Write a torch.profiler trace of the code in this context if a file is given."""
+    """If a file is given, write a torch.profiler trace of the code in this context."""
     if trace is None:
         return nullcontext()
     from torch.profiler import profile, supported_activities
@@ -189,9 +189,9 @@ def profile_to(trace: Path | None) -> AbstractContextManager[Any]:
 
 
 def take_turns(runs: Sequence[Run], setup: Setup, log: Log, enough_s: float = math.inf) -> dict[str, Exception]:
-    """Run all turns of these engines, batch by batch. Return the errors of failed tasks, while other tasks continue.
+    """Run all turns of these engines, batch by batch. Returns the errors of failed tasks; other tasks continue.
 
-    After the first two turns, no turn starts more than `enough_s` seconds after the first one started.
+    After the first two turns, no turn starts later than `enough_s` seconds after the start of the first one.
     """
     names, failed = ", ".join(run.task for run in runs), dict[str, Exception]()
     started, window = time.perf_counter(), 0
@@ -213,7 +213,7 @@ def take_turns(runs: Sequence[Run], setup: Setup, log: Log, enough_s: float = ma
 
 
 def count_acceptance(answers: Sequence[Answer], k: int) -> dict[str, Any]:
-    """Count drafts per request, since vLLM's counters only cover the most recently created engine in a process."""
+    """Count drafts per request, because vLLM's counters cover only the newest engine in a process."""
     # Number of steps with drafts in which 0, 1, ... k drafts were accepted.
     lengths = [sum(answer.histogram[number] for answer in answers if answer.histogram) for number in range(k + 1)]
     drafts, drafted = sum(lengths), sum(answer.num_draft_tokens for answer in answers)
@@ -232,7 +232,7 @@ def count_acceptance(answers: Sequence[Answer], k: int) -> dict[str, Any]:
 def compute_tokens_per_step(num_tokens: int, accepted: int) -> float:
     """Return the mean number of tokens per request and target step, including steps without drafts.
 
-    `num_tokens` excludes each request's first token, which belongs to the prompt's step.
+    `num_tokens` excludes the first token of each request, which is sampled in the prompt's step.
     """
     return num_tokens / (num_tokens - accepted) if num_tokens > accepted else 1.0
 
@@ -241,7 +241,7 @@ def compute_tokens_per_step(num_tokens: int, accepted: int) -> float:
 
 
 def compare_texts(base: Run, run: Run) -> dict[str, int]:
-    """Count the texts that equal the baseline's token by token, are tied with it, or differ from it."""
+    """Count the texts that are equal to the baseline's token by token, tied with them, or different from them."""
     assert base.llm is not None, "the baseline's engine is asked about ties"
     pairs = zip(base.answers, run.answers, strict=True)
     found = [_compare_text(base.llm, *pair, base.setup.temperature) for pair in pairs]
@@ -253,7 +253,7 @@ def _compare_text(base_llm: LLM, base: Answer, answer: Answer, temperature: floa
         return "equal"
     pairs = zip(base.token_ids, answer.token_ids, strict=False)
     first = next((i for i, (expected, got) in enumerate(pairs) if expected != got), None)
-    # The engine does not report the noise used for a sampled token, so only greedy ties are detected.
+    # The engine does not report the noise with which a token was sampled, so only greedy ties are detected.
     if first is None or temperature > 0:
         return "different"
     prefix = tokens_input([*base.prompt_ids, *base.token_ids[:first]])
@@ -275,15 +275,15 @@ class Answer:
     params: SamplingParams
     token_ids: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    """Number of tokens in each target step. The first is the prompt's step."""
+    """Number of tokens in each target step. The first step is that of the prompt."""
     histogram: list[int] = field(default_factory=list)
     """Number of steps with drafts in which 0, 1, ... k drafts were accepted. Empty without speculation."""
     num_draft_tokens: int = 0
     at: list[float] = field(default_factory=list)
-    """Seconds from the start of the request to each step's output."""
+    """Seconds from the start of the request to the output of each step."""
 
     def take(self, completion: CompletionOutput, seconds: float) -> int:
-        """Add a step's output, received `seconds` after the request, and return its number of tokens."""
+        """Add the output of a step, received `seconds` after the request, and return its number of tokens."""
         new = list(completion.token_ids)
         if new:
             self.token_ids += new
@@ -305,10 +305,10 @@ class Answer:
         }
 
     def steps(self) -> list[tuple[int, int]]:
-        """Return, for each step, the number of tokens and the number of accepted drafts.
+        """Return the number of tokens and the number of accepted drafts in each step.
 
-        A step's last token is the target's own, unless the end of the answer cut it off. If the engine counted more
-        drafts than these tokens account for, the additional drafts belong to the last step.
+        The last token in a step is the target's own, unless the end of the answer cut it off. If the engine counted
+        more drafts than these tokens account for, the remaining drafts belong to the last step.
         """
         drafts = [size - 1 for size in self.sizes]
         if drafts:
@@ -319,7 +319,7 @@ class Answer:
         return steps
 
     def pieces(self, tokenizer: Any) -> list[str]:
-        """Return the text that each token added, as detokenized by vLLM."""
+        """Return the text added by each token, as detokenized by vLLM."""
         from vllm_gaudi_spec.upstream.tools import IncrementalDetokenizer
 
         request: Any = SimpleNamespace(
@@ -337,7 +337,7 @@ class Answer:
 def ask(
     llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams], more: Callable[[int], None] | None = None
 ) -> list[Answer]:
-    """Generate with the engine. `more` is called with the number of new tokens in each step."""
+    """Generate text with the engine. `more` is called with the number of new tokens in each step."""
     from vllm.sampling_params import RequestOutputKind
 
     engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
@@ -360,9 +360,10 @@ def ask(
 
 T = TypeVar("T")
 Seconds = list[list[float]]
-"""One engine's times in seconds, by turn and by batch of prompts."""
+"""Times of an engine in seconds, by turn and by batch of prompts."""
 
-# Fraction of the memory left by the first engine that the others may need. An engine with a drafter needs more.
+# Fraction of the memory left by the first engine that all other engines may need together. An engine with a drafter
+# needs more than the first one.
 _SHARE_OF_FREE_MEMORY = 0.7
 
 
@@ -371,17 +372,17 @@ def batches(num_prompts: int, batch_size: int) -> list[range]:
 
 
 def in_order(engines: Sequence[T], window: int) -> list[T]:
-    """Alternate the order so that no engine is always first or always follows the same engine."""
+    """Alternate the order of the engines, so that no engine is always first or always follows the same engine."""
     return list(engines) if window % 2 == 0 else list(reversed(engines))
 
 
 def sum_median_seconds(seconds: Seconds) -> float:
-    """Return the seconds for all prompts, using the median turn for each batch."""
+    """Return the seconds for all prompts, based on the median turn for each batch."""
     return sum(map(median, zip(*seconds, strict=True)))
 
 
 def compute_speedup(base: Seconds, seconds: Seconds) -> dict[str, float]:
-    """Return the median and quartiles of the speedup, computed for each batch within the same turn."""
+    """Return the median and quartiles of the speedup, which is computed for each batch within a turn."""
     quotients = [other / one for turns in zip(base, seconds, strict=True) for other, one in zip(*turns, strict=True)]
     if len(quotients) == 1:
         quotients *= 2  # quantiles() requires at least two values
@@ -390,7 +391,7 @@ def compute_speedup(base: Seconds, seconds: Seconds) -> dict[str, float]:
 
 
 def explain_lack_of_memory(num_engines: int, first: int, free: int) -> str | None:
-    """Return why engines that need as much memory as the first do not fit side by side, or None if they do."""
+    """Return the reason why engines that need as much memory as the first one do not fit side by side, or None."""
     needed = (num_engines - 1) * first
     if needed <= _SHARE_OF_FREE_MEMORY * free:
         return None

@@ -1,6 +1,6 @@
-"""Generate with one speculation method or several, and report the speedup of each.
+"""Generates text with one or more speculation methods and reports the speedup of each method.
 
-As a program, this is the engine part of `gaudi-spec demo`, in a process whose environment that command has set.
+When run as a program, this module is the engine process of `gaudi-spec demo`, which has set its environment.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ if TYPE_CHECKING:
 
 
 ENOUGH_S = 60.0
-"""Seconds after which no further turn starts, so that a slow machine runs fewer turns."""
+"""Number of seconds after which no further turn starts, so that a slow machine runs fewer turns."""
 SHARE_FOR_KV = 0.9
-"""Fraction of the free memory, like the default of --gpu-memory-utilization."""
+"""Fraction of the free memory, which is also vLLM's default for --gpu-memory-utilization."""
 
 
 class TaskFailed(Exception):
-    """Raised if a task failed or did not reach the threshold in its options."""
+    """Raised if a task failed or did not reach the threshold given in the options."""
 
 
 class Comparison:
-    """A single command's options, device, and output."""
+    """The options, device, and output of a command."""
 
     def __init__(self, options: argparse.Namespace, command: Sequence[str]) -> None:
         self.options, self.command = options, command
-        # If a record is written to stdout, the printed text goes to stderr.
+        # If a record is written to stdout, text is printed to stderr instead.
         self.text_output = sys.stderr if options.json == output.STDOUT else sys.stdout
         self.environment = record.read_environment()
         refuse_unknown_device()
@@ -107,7 +107,7 @@ class Comparison:
         return "; ".join(f"{name}: {reason}" for name, reason in self.failures.items())
 
     def measure(self, names: Sequence[str], setup: Setup) -> dict[str, Run]:
-        """Return the finished runs by task, with their engines closed. Failed tasks are omitted."""
+        """Return finished runs by task, with their engines closed."""
         if not DEVICES[self.device["device"]].computes_on_host:
             self.why_one_by_one = "a card belongs to one process"
         elif keeps_engine_in_process():
@@ -142,7 +142,7 @@ class Comparison:
         return runs
 
     def run_one_by_one(self, names: Sequence[str], setup: Setup) -> dict[str, Run]:
-        """Run the tasks one after another, with the baseline last, since its engine stays open to resolve ties."""
+        """Run tasks one after another, with the baseline last, because its engine stays open to detect ties."""
         from vllm_gaudi_spec.tools.compare.measure import profile_to, take_turns
 
         runs: dict[str, Run] = {}
@@ -196,7 +196,7 @@ def make_setup(options: argparse.Namespace, *, computes_on_host: bool) -> Setup:
 
 
 def check_installation(options: argparse.Namespace) -> None:
-    """Check the models, the demo's files, and the platform before a model is loaded."""
+    """Check the models, the demo's files, and the platform before any model is loaded."""
     from vllm_gaudi_spec.platforms.base import is_active
 
     drafters = [find_draft_model(name, options) for name in options.tasks]
@@ -251,7 +251,7 @@ COLUMNS = (
 
 
 def show(made: dict[str, Any], file: TextIO) -> None:
-    """Print the texts from the first task, and a table with one line per task."""
+    """Print the texts of the first task, and a table with one line per task."""
 
     def write(text: str) -> None:
         print(text, file=file, flush=True)
@@ -304,12 +304,12 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _measure_children() -> int:
-    """Return the number of bytes of memory that are used only by child processes."""
+    """Return the number of bytes of memory used only by child processes."""
     return sum(child.memory_full_info().uss for child in psutil.Process().children(recursive=True))
 
 
 def main(arguments: Sequence[str], command: Sequence[str]) -> int:
-    """Run the command. To run it again, a user types `command` before the arguments."""
+    """Run the command. In the command to repeat the run, `command` precedes the arguments."""
     options = parse_options(arguments)
 
     def work() -> int:

@@ -1,4 +1,4 @@
-"""The tasks in a comparison, and its options. This module imports nothing expensive."""
+"""The tasks of a comparison, and its options. This module imports nothing expensive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = [
     "The president of the United States is",
     "The capital of France is",
     "The future of AI is",
-    "San Francisco is know for its",  # spelled as in the prompt set used for published figures
+    "San Francisco is know for its",  # spelled as in the prompt set that was used for published figures
     "Facebook was created in 2004 by",
     "Curious George is a",
     "Python 3.11 brings improvements to its",
@@ -31,16 +31,16 @@ class Task:
     method: str | None
     """vLLM's name for the method, or None for the baseline."""
     options: tuple[str, ...] = ()
-    """The command's options that vLLM accepts under the same name."""
+    """Options of the command that vLLM accepts under the same name."""
     needs_draft_model: bool = False
     parallel_drafting: bool = False
-    """Whether the draft model makes all drafts in one forward pass."""
+    """Whether the draft model generates all drafts in one forward pass."""
     remembers_answers: bool = False
-    """Whether the method drafts from finished requests, so that a second turn would measure something else."""
+    """Whether the method uses the tokens of finished requests, so that a second turn would give different results."""
     demo_drafter: str | None = None
-    """The folder of the demo's drafter, under demo/."""
+    """The folder with the demo's drafter, under demo/."""
     demo_target: str | None = None
-    """The folder of the demo's target under demo/, if it is not the demo model."""
+    """The folder with the demo's target under demo/, unless it is the demo model."""
     demo_drafts: int | None = None
     """Maximum number of drafts that the demo's drafter supports, if it has a limit."""
 
@@ -70,7 +70,7 @@ def _task(name: str, row: Method) -> Task:
 
 TASKS = {
     BASELINE: Task(None),
-    # custom_class is left out, since it requires a user-defined class.
+    # custom_class is left out, because it requires a user-defined class.
     **{name: _task(name, row) for name, row in METHODS.items() if "model" not in row.options},
     UNIVERSAL_DRAFT: _task(UNIVERSAL_DRAFT, METHODS[DRAFT_MODEL]),
     "peagle": replace(_task(EAGLE3, METHODS[EAGLE3]), parallel_drafting=True, demo_drafter="tiny/peagle"),
@@ -78,13 +78,13 @@ TASKS = {
 COMPARE = "compare"
 COMPARED = (BASELINE, "ngram", DRAFT_MODEL, UNIVERSAL_DRAFT)
 DEMO = Path(__file__).parents[2] / "demo"
-"""The demo model's drafters, which are links to demo/ in a checkout and folders in a wheel."""
+"""The drafters for the demo model, which are links to demo/ in a checkout and folders in a wheel."""
 _RULES = [rule for rule in RULES if rule != "synthetic"]
 _DRAFTING = ("greedy", "probabilistic", "coupled")
 
 
 def make_speculative_config(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the task's `speculative_config` for vLLM."""
+    """Return the `speculative_config` of a task for vLLM."""
     task = TASKS[name]
     if task.method is None:
         return None
@@ -101,7 +101,7 @@ def make_speculative_config(name: str, options: argparse.Namespace) -> dict[str,
 
 
 def find_draft_model(name: str, options: argparse.Namespace) -> str | None:
-    """Return the demo's drafter if the user named no model, and otherwise the user's draft model."""
+    """Return the demo's drafter if the user did not name a model; otherwise, return the user's draft model."""
     drafter = TASKS[name].demo_drafter
     return str(DEMO / drafter) if drafter and uses_demo_drafter(name, options) else options.draft_model
 
@@ -111,13 +111,13 @@ def uses_demo_drafter(name: str, options: argparse.Namespace) -> bool:
 
 
 def find_demo_targets(options: argparse.Namespace) -> set[str | None]:
-    """Return the targets of the tasks that draft. None represents the demo model."""
+    """Return the targets of all tasks that draft, in which None represents the demo model."""
     drafting = [TASKS[name] for name in options.tasks if TASKS[name].method is not None]
     return {task.demo_target for task in drafting} or {None}
 
 
 def list_tasks(options: argparse.Namespace) -> list[str]:
-    """Return each task once, with the baseline first if there are several."""
+    """Return each task once. If there are several, the baseline is first."""
     compared = [name for name in COMPARED if find_draft_model(name, options) or not TASKS[name].needs_draft_model]
     asked = [name for task in options.task for name in (compared if task == COMPARE else [task])]
     return list(dict.fromkeys(asked if len(set(asked)) == 1 else [BASELINE, *asked]))
@@ -145,7 +145,7 @@ options.
 
 
 def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --batch-size") -> None:
-    """Add the options for a comparison. `num_prompts` describes the default of `--num-prompts`."""
+    """Add the options of a comparison. `num_prompts` describes the default of `--num-prompts`."""
     add = parser.add_argument
     add(
         "--task",
@@ -226,7 +226,7 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
 
 
 def find_mistake(options: argparse.Namespace) -> str | None:
-    """Return a message about conflicting options, or None. Requires `options.tasks` from `list_tasks`."""
+    """Return a message about conflicting options, or None. `options.tasks` must be the result of `list_tasks`."""
     names = " and ".join(options.tasks)
     drafting = [name for name in options.tasks if TASKS[name].needs_draft_model]
     choices = options.acceptance or []

@@ -105,12 +105,12 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def examine(options: dict[str, Any] | None, missing_model: str | None, error: str | None) -> dict[str, Any]:
-    """Run all checks, in the order of their dependencies.
+    """Run all checks in the order of their dependencies.
 
     Args:
         options: The engine's options if a model is checked.
-        missing_model: A message about a missing model folder, which is then not searched for again.
-        error: A message whose error codes are explained.
+        missing_model: A message about a missing model folder, in which case the model is not looked up again.
+        error: A message that contains error codes to explain.
     """
     from vllm_gaudi_spec.tools.doctor import machine, probe, settings
     from vllm_gaudi_spec.tools.doctor.findings import PROBLEM, conclude, note, refusal
@@ -134,7 +134,7 @@ def examine(options: dict[str, Any] | None, missing_model: str | None, error: st
 
 
 def read_error(error: str | None) -> str | None:
-    """Return the text of the file that `error` names, or `error` itself if there is no such file."""
+    """Return the contents of the file that `error` names, or `error` itself if there is no such file."""
     if error is None or len(error) > 200 or not Path(error).is_file():
         return error
     return Path(error).read_text(errors="replace")

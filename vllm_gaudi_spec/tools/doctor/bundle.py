@@ -1,7 +1,7 @@
-"""`gaudi-spec doctor --bundle`: a single file to attach to a bug report, without secrets.
+"""`gaudi-spec doctor --bundle`: a single file to attach to a bug report, with secrets masked.
 
-Everything in the bundle has its secrets masked: values of variables with secret-sounding names, tokens recognized by
-their format, credentials in URLs, user and machine names, and home folders.
+The following are masked everywhere in the bundle: values of variables whose names suggest a secret, tokens recognized
+by their format, credentials in URLs, user and machine names, and home folders.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from vllm_gaudi_spec import environment
 _SECONDS = 600
 _MOST_OF_A_LOG = 8 << 20
 _MASK = "***"
-# Shorter strings are likely to occur within other words.
+# Shorter strings are likely to occur inside other words.
 _SHORTEST = 4
 _SHORTEST_NAME = 2
-# Default account names in images. They identify no one, and "vllm" is in every line.
+# Default account names in images. These names identify nobody, and "vllm" occurs in every line.
 _COMMON_NAMES = frozenset(("root", "user", "ubuntu", "vllm", "habana", "localhost"))
-# Words in the names of variables and options with confidential values.
+# Words in the names of variables and options whose values are confidential.
 _WORDS = "|".join(
     (
         "(?:api|access|private)[_-]?key",
@@ -65,12 +65,12 @@ _FORMS = [
 
 
 def write_bundle(found: dict[str, Any], options: dict[str, Any] | None, log: str | None) -> bytes:
-    """Return a zip file of the doctor's report, all versions, the configuration, the self-test's result, and a log.
+    """Return a zip file with the doctor's report, all versions, the configuration, the self-test's result, and a log.
 
     Args:
         found: The doctor's findings.
         options: The engine's options, if a model was checked.
-        log: A server's log, of which only the end is included.
+        log: The log of a server, of which only the end is included.
     """
     mask = Mask()
     contents = {
@@ -105,7 +105,7 @@ def run_self_test() -> dict[str, Any]:
 
 
 def _list_related_variables() -> dict[str, str]:
-    """Return the variables in the table that are set, and those of vLLM and the vendors."""
+    """Return the variables that are set among those in the table and those of vLLM and the vendors."""
     names = {variable.name for variable in environment.VARIABLES}
     found = environment.list_all_variables()
     return {name: found[name] for name in sorted(found) if name in names or name.startswith(_RELATED)}
@@ -121,19 +121,19 @@ def _read_end(path: Path) -> str:
         start = max(size - _MOST_OF_A_LOG, 0)
         file.seek(start)
         if start:
-            file.readline()  # a line without its beginning may be a secret whose name is missing
+            file.readline()  # a line whose beginning is missing may be a secret without its name
         return file.read().decode(errors="replace")
 
 
 class Mask:
-    """A filter that masks secrets from this process's environment and anything that looks like a secret."""
+    """A filter that masks secrets in this process's environment and all text that looks like a secret."""
 
     def __init__(self) -> None:
         host = socket.gethostname()
         home, names = str(Path.home()), {host, host.partition(".")[0]}
         with contextlib.suppress(KeyError, OSError):  # a user ID without an account
             names.add(getpass.getuser())
-        # The longest secret comes first, because one secret may be part of another.
+        # Longer secrets come first, because a secret may be part of another.
         self._secrets = sorted(
             (
                 value
@@ -157,7 +157,7 @@ class Mask:
         return text if self._names is None else self._names.sub(_MASK, text)
 
     def apply(self, value: Any) -> Any:
-        """Return a JSON value in which all strings are masked."""
+        """Return a JSON value with secrets masked in all of its strings."""
         if isinstance(value, dict):
             return {
                 self.text(str(key)): _MASK if _is_secret(str(key)) and item else self.apply(item)

@@ -1,4 +1,4 @@
-"""User-facing explanations of CANN's error codes. Names and numbers are those in `acl/error_codes`."""
+"""Explanations of CANN's error codes for users. Names and numbers are those in `acl/error_codes`."""
 
 from __future__ import annotations
 
@@ -67,6 +67,6 @@ CODES = {
 
 
 def find_codes(text: str) -> list[int]:
-    """Return the codes in a message that this module explains, without duplicates."""
+    """Return the codes in a message that this module can explain, without duplicates."""
     found = dict.fromkeys(int(code) for code in re.findall(r"(?<![\d.])\d{6}(?![\d.]\d|\d)", text))
     return [code for code in found if code in CODES]

@@ -1,4 +1,4 @@
-"""Findings: one line each, with a remedy. Only a problem prevents the platform or the models from running."""
+"""Findings, which have one line each and a remedy. Only a problem prevents the platform or the models from running."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ problem = partial(Finding, PROBLEM)
 
 
 def refusal(about: str, message: str) -> Finding:
-    """Create a problem from a one-line refusal that ends with the remedy."""
+    """Create a problem from a one-line error that ends with the remedy."""
     text, _, remedy = message.rpartition("; ")
     return problem(about, text or message, remedy if text else "")
 

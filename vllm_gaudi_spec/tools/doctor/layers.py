@@ -1,4 +1,4 @@
-"""Counts a model's layers with KV or recurrent state, and computes state sizes before the layers are built."""
+"""Counts a model's layers with KV or with recurrent state, and computes the size of states before layers are built."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from vllm_gaudi_spec.recurrent.table import SERVED, Gates, has_states
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
-# Layer types in model configurations. A hybrid layer has both KV and recurrent state.
+# Layer types in the configurations of models. A hybrid layer has both KV and recurrent state.
 _WITH_STATE = ("linear_attention", "mamba", "conv", "hybrid")
 _WITH_KV = ("full_attention", "attention", "hybrid")
 
 
 def num_layers_with_kv(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Return the number of layers with KV on one rank."""
+    """Return the number of layers with KV on a rank."""
     if model.is_attention_free:
         return 0
     if model.is_hybrid:
         return _count(model, parallel, _WITH_KV)
-    # vLLM counts no layers if a checkpoint has MTP layers but does not give their number.
+    # vLLM counts no layers if a checkpoint has MTP layers without specifying their number.
     return max(int(model.get_num_layers(parallel)), 1)
 
 
 def state_bytes(vllm_config: VllmConfig, num_rows: int, num_pending: int) -> int:
-    """Return the size of `num_rows` rows of recurrent state on one rank, or 0 for targets without recurrent layers."""
+    """Return the size of `num_rows` rows of recurrent state on a rank, or 0 for targets without recurrent layers."""
     model = vllm_config.model_config
     if not has_states(model):
         return 0
@@ -48,14 +48,14 @@ def _count(model: ModelConfig, parallel: ParallelConfig, kinds: tuple[str, ...])
 
 
 def _list_kimi_types(config: Any) -> list[str]:
-    """List the types of Kimi Linear's layers, which the configuration numbers from 1."""
+    """List the types of Kimi Linear's layers, whose numbers in the configuration start at 1."""
     recurrent = config.linear_attn_config["kda_layers"]
     numbers = range(1, config.num_hidden_layers + 1)
     return ["linear_attention" if number in recurrent else "full_attention" for number in numbers]
 
 
 def _layer_shape(vllm_config: VllmConfig) -> LayerShape:
-    """Return the shape of the state in vLLM's class without drafts. With drafts, its convolution keeps more inputs."""
+    """Return the shape of the state in vLLM's class without drafts. With drafts, the convolution stores more inputs."""
     from vllm_gaudi_spec.upstream.models import ModelRegistry, is_conv_state_dim_first
 
     model = vllm_config.model_config
@@ -78,5 +78,5 @@ def _layer_shape(vllm_config: VllmConfig) -> LayerShape:
 
 
 def count_gates(gates: Gates, state: tuple[int, ...]) -> int:
-    """Count the gates, given `state` as (heads, key size, value size), or an empty tuple for a convolution only."""
+    """Return the number of gates, given `state` as (heads, key size, value size), or () for a convolution only."""
     return state[0] * (gates.per_head + gates.per_key * state[1]) if state else 0

@@ -1,7 +1,7 @@
-"""Checks of devices, their drivers, and a Gaudi's host or container.
+"""Checks of devices, their drivers, and the host or container of a Gaudi.
 
-Information about the host is read from kernel files under `root`. No card is opened, so a server can use the cards at
-the same time. These checks have never run on a machine with a Gaudi.
+Information about the host is read from kernel files under `root`. No card is opened, so these checks can run while a
+server uses the cards. These checks have never run on a machine with a Gaudi.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem, wa
 _SECONDS = 20
 # Devices whose drivers create device files for cards.
 _CARDS = {name: device.title for name, device in device_table.DEVICES.items() if device.nodes}
-# Maps each tool to its arguments and a pattern for the driver version in its output. hl-smi also prints the network
-# driver's version, and npu-smi its own version.
+# Maps each tool to its arguments and a pattern for the driver version in its output. hl-smi also prints the version of
+# the network driver, and npu-smi also prints its own version.
 _TOOLS = {
     "hl-smi": ((), r"^\|\s*Driver Version:\s*([\w.-]+)"),
     "npu-smi": (("info",), r"^\|\s*npu-smi\s.*\sVersion:\s*([\w.-]+)"),
@@ -66,7 +66,7 @@ def _count(cards: list[str]) -> str:
 
 
 def check_drivers(root: Path = Path("/")) -> Iterator[Finding]:
-    """Report driver versions from the available tools, or from the kernel if hl-smi is missing."""
+    """Report driver versions from the available tools or, if hl-smi is missing, from the kernel."""
     version = root / "sys/module/habanalabs/version"
     if shutil.which("hl-smi") is None and version.is_file():
         driver = version.read_text().strip()
@@ -95,7 +95,7 @@ def check_drivers(root: Path = Path("/")) -> Iterator[Finding]:
 
 
 def _compare_with_bridge(driver: str) -> Iterator[Finding]:
-    """Compare the driver's release with that of the software, since Intel publishes them together."""
+    """Compare the release of the driver with that of the software, because Intel publishes them together."""
     bridge = versions.installed("habana-torch-plugin")
     if bridge is not None and (new := _find_release(bridge)) != (old := _find_release(driver)):
         text = f"the driver is {driver}, but habana-torch-plugin is {bridge}: their releases must be the same"
@@ -122,11 +122,11 @@ def _find_release(version: str) -> str:
 
 _MIB = 2**20
 _QUEUE_MIB = 240
-"""Size of each of vLLM's inter-process queues in /dev/shm: ten chunks of 24 MiB."""
+"""Size of each of vLLM's queues between processes in /dev/shm: ten chunks of 24 MiB."""
 
 
 def check_host(root: Path = Path("/")) -> Iterator[Finding]:
-    """Check the host if there is a device file for a Gaudi."""
+    """Check the host if it has a device file for a Gaudi."""
     if cards := [Path(card) for card in device_table.cards("hpu", root)]:
         yield _check_rights(cards)
         yield from _find_holders(cards, root)
@@ -148,12 +148,12 @@ def _check_rights(cards: list[Path]) -> Finding:
 
 
 def _find_holders(cards: list[Path], root: Path) -> Iterator[Finding]:
-    """Find processes that are using a card. Processes of other containers and users may be invisible."""
+    """Find processes that use a card. Processes of other containers and users may not be visible."""
     names = {f"/{card.relative_to(root)}": card.name for card in cards}
     for process in sorted((root / "proc").glob("[0-9]*"), key=lambda folder: int(folder.name)):
         try:
             held = {os.readlink(file) for file in (process / "fd").iterdir()} & names.keys()
-        except OSError:  # another user's process, or one that has just ended
+        except OSError:  # a process of another user, or one that has just ended
             continue
         if held and process.name != str(os.getpid()):
             command, listed = _read(process / "comm") or "unknown", ", ".join(sorted(names[card] for card in held))
@@ -190,7 +190,7 @@ def _check_shared_memory(root: Path) -> Finding:
 
 
 def _check_cores(cards: list[Path], root: Path) -> Iterator[Finding]:
-    """Compare NUMA nodes, since a process far from its card is slower. Virtual machines do not report the node."""
+    """Compare NUMA nodes, because a process far from its card is slower. Virtual machines do not report NUMA nodes."""
     status = _read(root / "proc/self/status")
     allowed = _parse_cores(
         next((line[18:] for line in status.splitlines() if line.startswith("Cpus_allowed_list:")), "")
@@ -216,7 +216,7 @@ def _find_node(card: Path, root: Path) -> int | None:
 
 
 def _parse_cores(text: str) -> set[int]:
-    """Parse a kernel list such as 0-3,8,10-11."""
+    """Parse a list in the kernel's format, such as 0-3,8,10-11."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -225,7 +225,7 @@ def _parse_cores(text: str) -> set[int]:
 
 
 def _read(file: Path) -> str:
-    """Return the file's text, or an empty string if it cannot be read."""
+    """Return the text of a file, or an empty string if the file cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:

@@ -1,6 +1,6 @@
-"""Checks whether a model or a pair of models can be served: refusals, vocabularies, lengths, and memory.
+"""Checks whether a model or a pair of models can be served: rejected options, vocabularies, lengths, and memory.
 
-vLLM is loaded, but weights are not; their sizes are read from the file headers.
+vLLM is loaded, but weights are not: their sizes come from file headers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from vllm_gaudi_spec.config import (
     Options,
     Speculation,
     UnsupportedConfigError,
+    format_size,
     in_one_line,
 )
 from vllm_gaudi_spec.device_table import DEVICES, load_backend
@@ -40,13 +41,11 @@ from vllm_gaudi_spec.tools.io.prompts import load_prompts
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-_GIB = 2**30
-
 
 def check_pair(options: dict[str, Any]) -> Iterator[Finding]:
     try:
         vllm_config = configure(options)
-    except Exception as error:  # refused or not found by vLLM, transformers, or this platform
+    except Exception as error:  # rejected or not found by vLLM, transformers, or this platform
         yield refusal("models", in_one_line(error))
         return
     speculation = Speculation.from_vllm(vllm_config)
@@ -63,7 +62,7 @@ def configure(options: dict[str, Any]) -> VllmConfig:
     from vllm_gaudi_spec.upstream.tools import UsageContext
 
     arguments = {name: value for name, value in options.items() if value is not None}
-    # Use the server's context, since its default batches are larger than those of other contexts.
+    # Use the server's context, because its default batches are larger than those of other contexts.
     return EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
@@ -82,9 +81,9 @@ def _describe(vllm_config: VllmConfig, speculation: Speculation | None) -> str:
 
 
 _ENOUGH = 0.8
-"""Minimum fraction of a text's tokens that the drafter should have.
+"""Minimum fraction of the tokens in a text that the drafter should have.
 
-A draft ends at the first token without a counterpart: at 0.8, this alone keeps the mean acceptance length below five.
+A draft ends at the first token without a match, so 0.8 limits the mean acceptance length to less than five.
 """
 
 
@@ -142,7 +141,7 @@ def _check_memory(vllm_config: VllmConfig, speculation: Speculation | None) -> F
     drafter = None
     if spec_config is not None and has_model(spec_config.method):
         drafter = spec_config.draft_model_config
-    # With mtp, the drafter is part of the target's files.
+    # With mtp, the drafter is in the target's files.
     models = [model] if drafter is None or drafter.model == model.model else [model, drafter]
     sizes = {one.model: estimate_weights(vllm_config, one) for one in models}
     if missing := [name for name, size in sizes.items() if not size]:
@@ -150,18 +149,18 @@ def _check_memory(vllm_config: VllmConfig, speculation: Speculation | None) -> F
     weights = sum(sizes.values())
     others = estimate_drafting(vllm_config, speculation, drafter) | estimate_states(vllm_config, speculation)
     per_token = count_token_bytes(vllm_config, speculation)
-    text = ", ".join(f"{size / _GIB:.2f} GiB for {name}" for name, size in ({"weights": weights} | others).items())
+    kib = f"{per_token / 1024:.1f}".removesuffix(".0")
+    text = ", ".join(f"{format_size(size)} for {name}" for name, size in ({"weights": weights} | others).items())
     rows = sum(estimate_rows(vllm_config, speculation, drafter).values())
     cache = _find_room_for_kv(vllm_config, weights, sum(others.values()) + rows)
     if cache is None:
-        return note("memory", f"{text}, and {per_token / 1024:.0f} KiB of KV per token, of the card's memory")
+        return note("memory", f"{text}, and {kib} KiB of KV per token, of the card's memory")
     if cache <= 0 < sum(others.values()):
         return refusal("memory", f"{text}: {NO_ROOM_FOR_KV}")
     if not per_token:
         return ok("memory", f"{text}; there is no KV")
     tokens, longest = max(cache, 0) // per_token, model.max_model_len
-    text += f"; the KV cache gets {max(cache, 0) / _GIB:.2f} GiB, room for {tokens} tokens"
-    text += f" at {per_token / 1024:.0f} KiB"
+    text += f"; the KV cache gets {format_size(max(cache, 0))}, room for {tokens} tokens at {kib} KiB"
     if tokens < longest:
         shorter = f"set --max-model-len to {tokens} or less, " if tokens else "set "
         remedy = f"{shorter}--kv-cache-memory-bytes to more, or use smaller models"
@@ -170,12 +169,12 @@ def _check_memory(vllm_config: VllmConfig, speculation: Speculation | None) -> F
 
 
 # Maps `cpu_weights` to the number of bytes per weight on a CPU in float32. By default, matrices also have a
-# half-precision copy if it is exact.
+# half-precision copy if the copy is exact.
 _CPU_BYTES = {None: 6, FLOAT32: 4, FLOAT16: 2}
 
 
 def estimate_weights(vllm_config: VllmConfig, model: ModelConfig) -> int:
-    """Return the approximate size in bytes of the weights on one rank, or 0 if there are no files."""
+    """Return the approximate size in bytes of a rank's weights, or 0 if there are no files."""
     folder, width = find_model_folder(model.model), model.dtype.itemsize
     if load_backend().traits.takes_cpu_weights and width == 4:
         width = _CPU_BYTES[get_cpu_weights(vllm_config)]
@@ -186,7 +185,7 @@ def estimate_weights(vllm_config: VllmConfig, model: ModelConfig) -> int:
 
 
 def count_elements(folder: Path, files: str) -> int:
-    """Count the elements in a model's tensors using the headers of its files."""
+    """Return the number of elements in a model's tensors, according to the headers of its files."""
     number = 0
     for path in folder.glob(files):
         try:
@@ -217,7 +216,7 @@ def estimate_drafting(
 def estimate_rows(
     vllm_config: VllmConfig, speculation: Speculation | None, drafter: ModelConfig | None
 ) -> dict[str, int]:
-    """Return the memory needed for each request in addition to KV and recurrent states."""
+    """Return the memory that each request needs in addition to KV and recurrent states."""
     options, model = Options.from_vllm(vllm_config), vllm_config.model_config
     shapes = Shapes.from_config(vllm_config, options, load_backend(), speculation.widths if speculation else ())
     reads_layers = speculation is not None and METHODS[speculation.method].reads_layers
@@ -227,7 +226,7 @@ def estimate_rows(
 
 
 def estimate_states(vllm_config: VllmConfig, speculation: Speculation | None) -> dict[str, int]:
-    """Return the memory needed for the states of recurrent layers."""
+    """Return the memory for the states of recurrent layers."""
     rows = vllm_config.scheduler_config.max_num_seqs
     slots = num_snapshots(vllm_config, Options.from_vllm(vllm_config).state_snapshots)
     pending = num_pending(speculation.num_drafts if speculation else 0)
@@ -237,19 +236,19 @@ def estimate_states(vllm_config: VllmConfig, speculation: Speculation | None) ->
 
 
 def count_token_bytes(vllm_config: VllmConfig, speculation: Speculation | None) -> int:
-    """Return the KV cache bytes per token on one rank, including those of the drafter if it has its own KV."""
+    """Return the number of bytes per token in a rank's KV cache, including those of a drafter that has its own KV."""
     num_bytes, spec_config = count_kv_bytes(vllm_config.model_config, vllm_config), vllm_config.speculative_config
     if spec_config is None or speculation is None or speculation.retokenizes:
         return num_bytes
-    if not METHODS[speculation.method].has_kv or spec_config.use_gemma4_mtp():  # assistants read the target's KV
+    if not METHODS[speculation.method].has_kv or spec_config.use_gemma4_mtp():  # assistant models read the target's KV
         return num_bytes
     return num_bytes + count_kv_bytes(spec_config.draft_model_config, vllm_config)
 
 
 def count_kv_bytes(model: ModelConfig, vllm_config: VllmConfig) -> int:
-    """Return the number of KV bytes per token on one rank, in all layers with attention.
+    """Return the number of bytes of KV per token on a rank, in all layers with attention.
 
-    Latent attention stores one vector where other layers store a key and a value.
+    Latent attention stores one vector instead of a key and a value.
     """
     parallel = vllm_config.parallel_config
     if not (num_layers := num_layers_with_kv(model, parallel)):
@@ -262,7 +261,7 @@ def count_kv_bytes(model: ModelConfig, vllm_config: VllmConfig) -> int:
 def _find_room_for_kv(vllm_config: VllmConfig, weights: int, others: int) -> int | None:
     """Return the number of bytes that a rank's worker would use for KV, or None if it is unknown.
 
-    Only a host's memory is known, since reading a card's memory requires opening the card.
+    Only the host's memory is known, because reading the memory of a card requires opening the card.
     """
     cache = vllm_config.cache_config
     if cache.kv_cache_memory_bytes is not None:

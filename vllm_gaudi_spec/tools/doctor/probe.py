@@ -1,6 +1,6 @@
-"""Checks that import torch and vLLM in stages, in a separate process, so that a crash becomes a finding.
+"""Checks that import torch and vLLM in stages, in a separate process, so that a crash is reported as a finding.
 
-python -m vllm_gaudi_spec.tools.doctor.probe OPTIONS.json ANSWERS
+Usage: python -m vllm_gaudi_spec.tools.doctor.probe OPTIONS.json ANSWERS
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem
 
 SECONDS = 300
-# As in `vllm serve`, the device stage comes after the pair, since an emulated card affects which libraries are found.
+# The device follows the pair, as in `vllm serve`, because an emulated card changes which libraries are found.
 _STAGES = {
     "torch": "install torch's build for this machine again (`make setup`), or use the vendor's image",
     "vLLM": "install vLLM again (`make setup`), or use the vendor's image",
@@ -31,7 +31,7 @@ _STAGES = {
 
 
 def probe(options: dict[str, Any] | None) -> list[Finding]:
-    """Run the stages, each of which requires the previous ones. `options` are the engine's options."""
+    """Run all stages, each of which requires the previous ones. `options` are the engine's options."""
     with tempfile.TemporaryDirectory() as folder:
         task, answers, log = (Path(folder) / name for name in ("options.json", "answers", "log"))
         task.write_text(json.dumps(options))
@@ -49,7 +49,7 @@ def probe(options: dict[str, Any] | None) -> list[Finding]:
 
 
 def _run(command: list[str], log: Path) -> str | None:
-    """Return how the process ended, or None if it succeeded."""
+    """Return a description of how the process ended, or None if it succeeded."""
     with log.open("w") as file:
         try:
             status = subprocess.run(command, stdout=file, stderr=file, timeout=SECONDS, check=False).returncode
@@ -84,7 +84,7 @@ def _check_platform(options: dict[str, Any] | None) -> Iterator[Finding]:
     name, package = f"{kind.__module__}.{kind.__qualname__}", kind.__module__.split(".")[0]
     if package == "vllm_gaudi_spec":
         yield ok("platform", name)
-    elif package != "vllm_ascend":  # vllm-ascend is supported by the integration
+    elif package != "vllm_ascend":  # the integration supports vllm-ascend
         yield problem("platform", f"vLLM runs on {name}, not on this platform", _STAGES["platform"])
 
 
@@ -106,7 +106,7 @@ def _check_device(options: dict[str, Any] | None) -> Iterator[Finding]:
 
 
 def _is_served() -> bool:
-    """Whether this platform is used. Its modules do not load with vllm-ascend's version of vLLM."""
+    """Whether this platform is in use. Its modules cannot be loaded with vllm-ascend's version of vLLM."""
     from vllm_gaudi_spec.integrations import vllm_ascend
 
     if vllm_ascend.is_active():

@@ -1,4 +1,4 @@
-"""Checks of installed versions, plugins, and environment variables. None of the packages are imported."""
+"""Checks of installed versions, plugins, and environment variables, which do not import the packages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def has_mismatched_torchvision() -> bool:
 
 
 def list_variables() -> list[dict[str, str]]:
-    """Return the documented variables that are set, with their meanings."""
+    """Return the documented variables that are set, and their meanings."""
     return [
         {"name": variable.name, "value": value, "meaning": variable.meaning}
         for variable, value in environment.list_set_variables().items()
@@ -38,7 +38,7 @@ def check_settings() -> Iterator[Finding]:
     if path is not None and not Path(path).is_file():
         name = environment.QUANT_CONFIG.name
         yield problem("setting", f"{name}={path} is not a file", f"correct its path, or unset {name}")
-    # OpenMP ignores invalid values. With an invalid size of the KV cache, vLLM and this platform do not start.
+    # OpenMP ignores invalid values. If the size of the KV cache is invalid, vLLM and this platform do not start.
     blocktime = environment.BLOCKTIME
     for variable, kind in (
         (environment.NUM_THREADS, warning),
@@ -55,7 +55,7 @@ def check_settings() -> Iterator[Finding]:
 
 
 def check_npu_settings() -> Iterator[Finding]:
-    """Check variables without which torch itself may not load on an NPU."""
+    """Check variables without which torch itself may fail to load on an NPU."""
     if choose_device() != "ascend":
         return
     if not environment.CANN_HOME.value:
@@ -102,7 +102,7 @@ _ASCEND = "ascend"
 
 
 def serves_vllm_ascend() -> bool:
-    """Whether vllm-ascend is the platform and its supported vLLM version is installed."""
+    """Whether vllm-ascend is the platform and a vLLM version that it supports is installed."""
     found = versions.installed("vllm-ascend"), (versions.installed_vllm() or "").split("+")[0]
     return (
         environment.DEVICE.value is None
@@ -124,7 +124,7 @@ def check_versions() -> Iterator[Finding]:
             yield ok(name, found)
         elif name == "torch":
             yield problem(name, "is not installed", "run `make setup`, or use the vendor's image")
-        elif name != "vllm-gaudi-spec":  # it is reported by its entry points
+        elif name != "vllm-gaudi-spec":  # reported together with its entry points
             yield warning(name, "is not installed", "run `make setup`, or pip install it")
     if has_mismatched_torchvision():
         found = versions.installed("torchvision")

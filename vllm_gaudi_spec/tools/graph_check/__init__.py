@@ -25,7 +25,7 @@ Examples:
 Exit status: 0 when no step compiles after warm-up and none has more device-to-host syncs than allowed, 1 when one does
 or the model does not run, 2 for invalid options.
 """
-# Emulated cards come first, since they are available on every machine.
+# Emulated cards come first, because they are available on every machine.
 CHECKED = sorted((name for name, device in DEVICES.items() if device.has_graph_check), reverse=True)
 
 
@@ -57,7 +57,7 @@ def add_to(commands: Any) -> None:
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Check the options before anything expensive is loaded, then start the engine."""
+    """Check the options before anything expensive is loaded, and then start the engine."""
     if mistake := find_mistake(options):
         return output.fail("graph-check", mistake)
     return output.run_module(f"{__name__}.engine", set_environment(options), arguments)
@@ -74,13 +74,13 @@ def find_mistake(options: argparse.Namespace) -> str | None:
 
 
 def set_environment(options: argparse.Namespace) -> dict[str, str]:
-    """Return the variables for the check, which override those set in the shell."""
+    """Return variables for the check, which override those set in the shell."""
     variables = {
         DEVICE.name: options.device,
         SKIP_WARMUP.name: "0",
-        SELF_TEST.name: "0",  # its graphs would be counted as warm-up graphs that are not used
-        ENGINE_PROCESS.name: "0",  # the counters are those of this process
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # vLLM logs to stdout by default, but stdout is for the table
+        SELF_TEST.name: "0",  # the self-test's graphs would count as warm-up graphs that are never used
+        ENGINE_PROCESS.name: "0",  # the counters are those of the current process
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # vLLM logs to stdout by default, which is reserved for the table
         "VLLM_LOGGING_LEVEL": "INFO" if options.verbose else "WARNING",
     }
     if options.device.endswith("-emulated"):  # on a machine with a card, torch would open the card

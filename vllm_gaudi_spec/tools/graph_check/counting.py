@@ -1,4 +1,4 @@
-"""Figures for graph-check, which are counted from the worker's reports, compared with limits, and printed."""
+"""Figures for graph-check, which are computed from the worker's reports, compared with limits, and printed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 Event = tuple[str, str, str]
 Line = dict[str, Any]
-"""A dictionary with the keys count, what, and where."""
+"""A dictionary with the keys `count`, `what`, and `where`."""
 
 
 def find_emulated(report: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the emulated card's part of a worker's report, or None on a real card."""
+    """Return the part of a worker's report about the emulated card, or None on a real card."""
     part = report["device"].get("emulator")
     return part if isinstance(part, dict) else None
 
@@ -30,7 +30,7 @@ def _read_metric(report: dict[str, Any], name: str) -> int | None:
 
 
 class Meter:
-    """The worker's reports, collected repeatedly because the emulated card keeps a limited number of steps."""
+    """Reports of the worker, collected repeatedly because the emulated card keeps a limited number of steps."""
 
     def __init__(self, first: dict[str, Any]) -> None:
         self.first = self.last = first
@@ -47,9 +47,9 @@ class Meter:
 
 
 def count_phase(meter: Meter) -> dict[str, Any]:
-    """Return the counts for one phase of the workload. Anything that the device does not count is None or empty."""
+    """Return the counts for one phase of the workload. Values that the device does not count are None or empty."""
     first, last = meter.first, meter.last
-    # The runner counts its own syncs on every device.
+    # The runner counts its own device-to-host syncs on every device.
     first_syncs, last_syncs = (round(report["host_syncs_per_step"] * report["steps"]) for report in (first, last))
     found: dict[str, Any] = {
         "steps": last["steps"] - first["steps"],
@@ -58,7 +58,7 @@ def count_phase(meter: Meter) -> dict[str, Any]:
         "runner_syncs": last_syncs - first_syncs,
         "host_syncs": None,
         "max_syncs_in_a_step": None,
-        "steps_by_syncs": {},  # maps a number of syncs in a step to the number of such steps
+        "steps_by_syncs": {},  # maps a number of syncs per step to the number of such steps
         "sync_lines": [],
         "dynamic_ops": None,
         "dynamic_lines": [],
@@ -71,7 +71,7 @@ def count_phase(meter: Meter) -> dict[str, Any]:
         return found
     amounts = {name: after["total"][name] - before["total"][name] for name in after["total"]}
     events = _count_events(after["events"]) - _count_events(before["events"])
-    # Syncs after the last step, such as those of a drafter on the host, are in no step's record.
+    # Syncs after the last step, such as those of a host drafter, are not part of any step's record.
     syncs = [step["host_reads"] for step in meter.steps]
     syncs.append(amounts["host_reads"] - sum(syncs))
     found |= {name: amounts[name] for name in found.keys() & amounts.keys()}
@@ -96,7 +96,7 @@ def _count_events(events: Sequence[dict[str, Any]]) -> Counter[Event]:
 
 
 def _list_lines(events: Counter[Event], kind: str) -> list[Line]:
-    """Return the source lines for events of this kind, most frequent first."""
+    """Return the source lines of events of this kind, most frequent first."""
     return [
         {"count": count, "what": what, "where": where}
         for (its_kind, what, where), count in events.most_common()
@@ -105,7 +105,7 @@ def _list_lines(events: Counter[Event], kind: str) -> list[Line]:
 
 
 def count_graphs(warm: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
-    """Compare the graphs made in warm-up with those that the workload used."""
+    """Compare the graphs created in warm-up with those that the workload used."""
     found: dict[str, Any] = {
         "signatures": warm["graphs"]["warmup"],
         "listed": warm["graphs"]["listed"],
@@ -136,7 +136,7 @@ _NOT_COUNTED = "not counted on this device"
 
 
 def find_faults(result: dict[str, Any]) -> list[str]:
-    """Return the findings that make the check fail, one line each, with the source lines that caused them."""
+    """Return the findings for which the check fails, one line each, with the source lines that caused them."""
     found = []
     for title, phase in result["phases"].items():
         if phase["compiles"]:
@@ -171,7 +171,7 @@ def conclude(result: dict[str, Any]) -> str:
     syncs = _syncs(result["settings"]["host_syncs"])
     if result["phases"]["mixed"]["host_syncs"] is None:
         return f"clean: nothing was compiled after warm-up, and the runner makes at most {syncs} per step"
-    # Prompt log-probabilities may need more syncs, so they are in a separate phase.
+    # Prompt log-probabilities may need more syncs, so they have a separate phase.
     return f"clean: nothing was compiled after warm-up, and no step of the mixed requests has more than {syncs}"
 
 

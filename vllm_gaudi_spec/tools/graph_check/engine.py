@@ -1,4 +1,4 @@
-"""The engine part of graph-check, which runs in a process whose environment `graph_check.start` has set."""
+"""The engine process of graph-check, whose environment `graph_check.start` has set."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
 
 
-# Engine steps between two reads of the counters. The emulated card keeps a limited number of steps.
+# Number of engine steps after which the counters are read again. The emulated card keeps a limited number of steps.
 _STEPS_BETWEEN_LOOKS = 1000
 
 
 class WrongOptions(Exception):
-    """Raised if the engine refuses the options. The message contains the reason and a remedy."""
+    """Raised if the engine rejects the options. The message contains the reason and a remedy."""
 
 
 def main() -> int:
@@ -38,7 +38,7 @@ def check(options: argparse.Namespace) -> int:
             raise
         if isinstance(error, WrongOptions):
             return output.fail("graph-check", str(error), output.USAGE)
-        if type(error).__name__ == "DeviceRefusal":  # the emulated card raises this where a real card would fail
+        if type(error).__name__ == "DeviceRefusal":  # the emulated card raises this error where a real card would fail
             return output.fail("graph-check", f"the card would refuse this: {in_one_line(error)}", output.PROBLEMS)
         message = f"{type(error).__name__}: {in_one_line(error)} (--verbose shows where)"
         return output.fail("graph-check", message, output.PROBLEMS)
@@ -105,10 +105,10 @@ def open_engine(options: argparse.Namespace) -> LLM:
             max_num_seqs=options.max_num_seqs,
             dtype=options.dtype,
             seed=options.seed,
-            # A KV cache sized for a card would not fit into the memory of an emulated card's host.
+            # A KV cache sized for a card would not fit in the memory of an emulated card's host.
             num_gpu_blocks_override=1 + blocks,
         )
-    except (DemoModelError, ValueError, OSError) as error:  # vLLM or this platform refuses, or the model is missing
+    except (DemoModelError, ValueError, OSError) as error:  # vLLM or this plugin rejects them, or the model is missing
         if options.verbose:
             raise
         raise WrongOptions(in_one_line(error)) from error
@@ -120,7 +120,7 @@ def read_report(llm: LLM) -> dict[str, Any]:
 
 
 def drive(llm: LLM, items: list[Item], meter: counting.Meter, count: Callable[[int], None]) -> dict[str, int]:
-    """Run the requests, each of which arrives and may be aborted at its own step. Skip pauses without work."""
+    """Run the requests, each arriving (and possibly aborted) at its own step. Steps without requests are skipped."""
     engine = llm.llm_engine
     waiting = sorted(items, key=lambda item: item.arrives)[::-1]
     leaving: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The workload for graph-check. The same seed gives the same workload on any device."""
+"""The workload for graph-check. A seed results in the same workload on any device."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ KINDS: tuple[dict[str, Any], ...] = (
     dict(temperature=1.0, extra_args={"num_speculative_tokens": 0}, frequency_penalty=0.5, logprobs=2),
     dict(temperature=0.0, choice=["yes", "no", "perhaps"]),
 )
-"""Sampling parameters that may need different graphs, one per request. `_fit_ids` adapts IDs to the vocabulary."""
+"""Sampling parameters of requests, which may need different graphs. `_fit_ids` adapts IDs to the vocabulary."""
 PROMPT_LOGPROBS = (0, 1, 5)
 LONGEST_ANSWER = 40
-# Longer than a KV block, so that requests with the same beginning share one.
+# The text is longer than a KV block, so that requests with the same beginning share a block.
 _SHARED = 150
 
 TEXT = """The harbour was quiet in the morning. Boats lay side by side along the wall, and nets hung over the rail to
@@ -65,7 +65,7 @@ class Limits:
 
 
 def make_mixed(count: int, seed: int, text: Sequence[int], limits: Limits) -> list[Item]:
-    """Return the mixed workload. `text` is TEXT as token IDs from the model's tokenizer."""
+    """Return the mixed workload. `text` contains TEXT as token IDs from the model's tokenizer."""
     rng = random.Random(seed)
     kinds = _draw_kinds(count, rng)
     arrivals = _draw_arrivals(count, rng, limits.max_num_seqs)
@@ -77,7 +77,7 @@ def make_mixed(count: int, seed: int, text: Sequence[int], limits: Limits) -> li
         if index % 3 == 2 and limits.max_model_len > _SHARED + LONGEST_ANSWER + 64:
             prompt = (shared + prompt)[: max(len(prompt), _SHARED + 10)]
         if index == count // 2:
-            # This request stops only at the end of the context, where fewer drafts fit.
+            # This request ends only at the end of the context, where fewer drafts fit.
             kind = KINDS[0]
             answer = min(12, limits.max_model_len // 2)
             prompt = _draw_prompt(rng, limits.max_model_len - answer, text, limits.vocab)
@@ -101,7 +101,7 @@ def make_prompt_logprobs(seed: int, text: Sequence[int], limits: Limits) -> list
 
 
 def _draw_kinds(count: int, rng: random.Random) -> list[dict[str, Any]]:
-    """Return the kinds in random order, each one once before any are repeated."""
+    """Return all kinds in random order, and each kind once before any kind is repeated."""
     kinds: list[dict[str, Any]] = []
     while len(kinds) < count:
         kinds += rng.sample(KINDS, len(KINDS))
@@ -109,7 +109,7 @@ def _draw_kinds(count: int, rng: random.Random) -> list[dict[str, Any]]:
 
 
 def _draw_arrivals(count: int, rng: random.Random, max_num_seqs: int) -> list[int]:
-    """Return arrivals in waves, some larger than the batch, with pauses in which the batch drains."""
+    """Return arrival steps in waves, some of which are larger than the batch, with pauses in which the batch drains."""
     arrivals: list[int] = []
     tick = 0
     while len(arrivals) < count:
@@ -122,7 +122,7 @@ def _draw_arrivals(count: int, rng: random.Random, max_num_seqs: int) -> list[in
 
 
 def _draw_length(rng: random.Random, longest: int) -> int:
-    """Draw a length from a log-uniform distribution."""
+    """Return a random length from a log-uniform distribution."""
     return max(1, min(longest, round(2 ** rng.uniform(0, longest.bit_length()))))
 
 
@@ -138,7 +138,7 @@ def _draw_prompt(rng: random.Random, length: int, text: Sequence[int], vocab: in
 
 
 def _fit_ids(kind: dict[str, Any], vocab: int) -> dict[str, Any]:
-    """Map the token IDs in the parameters to IDs in this vocabulary."""
+    """Map token IDs in the parameters to IDs in this vocabulary."""
     params = dict(kind)
     for name in ("allowed_token_ids", "stop_token_ids"):
         if name in params:

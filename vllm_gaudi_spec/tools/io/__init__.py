@@ -1,1 +1,1 @@
-"""Options, output, and prompts that the commands share."""
+"""Options, output, and prompts shared by all commands."""

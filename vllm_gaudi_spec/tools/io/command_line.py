@@ -15,7 +15,7 @@ SHARED = {
     "--output-len": ("--osl",),
     "--speculative-config": (),
 }
-"""Options shared by several commands, mapped to their names in vllm-gaudi's script."""
+"""Options that several commands share, mapped to their names in vllm-gaudi's script."""
 
 
 def add_shared(add: Callable[..., Any], name: str, **options: Any) -> None:
@@ -23,7 +23,7 @@ def add_shared(add: Callable[..., Any], name: str, **options: Any) -> None:
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """A formatter that adds the default to an option's help if the option takes a value and its help has no default."""
+    """A formatter that adds the default to the help of options that take a value and do not mention it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help or "", action.default
@@ -38,11 +38,11 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": Help} | options)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # argparse's method has overloads
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # argparse declares overloads for it
         return super().parse_known_args(None if args is None else list(map(use_dashes, args)), namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Print the message without the usage, which is long enough to hide it."""
+        """Print the message without the usage, which is so long that it would hide the message."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 

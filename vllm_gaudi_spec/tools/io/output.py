@@ -1,4 +1,4 @@
-"""Command output: user-specified files, tables and progress on a terminal, one-line errors, and exit statuses."""
+"""Output of commands: the user's files, tables and progress on a terminal, one-line errors, and exit statuses."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ FINE, PROBLEMS, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 class NotWritten(ValueError):
-    """Raised if a file could not be written. The message contains the file's name and the reason."""
+    """Raised if a file could not be written. The message contains the file name and the reason."""
 
 
 def add_json(add: Any, what: str) -> None:
-    """Add `--json` using a parser's `add_argument` method."""
+    """Add the option `--json` with a parser's `add_argument` method."""
     add(
         "--json",
         nargs="?",
@@ -36,7 +36,7 @@ def add_json(add: Any, what: str) -> None:
 
 
 def find_mistake(option: str, where: str | Path | None) -> str | None:
-    """Return why the file cannot be written, or None if it can. Call this before doing any work for the file."""
+    """Return the reason why the file cannot be written, or None. Call this before doing any work for the file."""
     if where is None or str(where) == STDOUT:
         return None
     path = Path(where).absolute()
@@ -51,10 +51,10 @@ def find_mistake(option: str, where: str | Path | None) -> str | None:
 
 
 def write(option: str, where: str | Path, content: bytes) -> None:
-    """Write a file at the user's path. A regular file appears either complete or not at all."""
+    """Write a file at the user's path. A regular file is either written completely or not at all."""
     path = Path(where)
     try:
-        # A pipe, a device, or a descriptor such as /dev/stdout, which may be redirected to a file.
+        # The path is a pipe, a device, or a descriptor such as /dev/stdout, which may be redirected to a file.
         if path.absolute().parent in (Path("/dev"), Path("/dev/fd")) or (path.exists() and not path.is_file()):
             sys.stdout.flush()
             with path.open("ab") as file:
@@ -79,7 +79,7 @@ def as_json(value: Any) -> bytes:
 
 
 def _renew(path: Path, content: bytes) -> None:
-    """Replace an existing file, or overwrite it if its folder does not allow replacing it."""
+    """Replace an existing file, or overwrite it if its folder does not allow that."""
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     try:
@@ -111,7 +111,7 @@ def show_table(
         columns: The column titles.
         rows: The cells of each row.
         file: The file to print to. Defaults to stdout.
-        numbers: Whether all columns except the first and last contain numbers, which are right-aligned.
+        numbers: Whether all columns except the first and the last contain numbers, which are right-aligned.
         styles: Maps words in the first column to rich styles.
     """
     file = file or sys.stdout
@@ -129,7 +129,7 @@ def show_table(
         is_words = not numbers or index in (0, len(columns) - 1)
         table.add_column(name, justify="left" if is_words else "right")
     for first, *others in rows:
-        # Use Text objects, since brackets in a string would be interpreted as markup.
+        # Use Text objects, because brackets in strings would be interpreted as markup.
         table.add_row(Text(first, (styles or {}).get(first, "")), *map(Text, others))
     Console(file=file).print(table)
 
@@ -137,7 +137,7 @@ def show_table(
 def show_findings(
     columns: Sequence[str], findings: Sequence[tuple[str, str, str, str]], styles: Mapping[str, str]
 ) -> None:
-    """Print each finding's status, subject, and text, and its remedy, if any, below the text."""
+    """Print the status, the subject, and the text of each finding, with its remedy, if any, below the text."""
     if sys.stdout.isatty():
         rows = [
             (status, subject, text + (f"\n→ {remedy}" if remedy else "")) for status, subject, text, remedy in findings
@@ -149,7 +149,7 @@ def show_findings(
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Left-align the first and last columns, and right-align the numbers between them."""
+    """Left-align the first and last columns, and right-align the numbers in between."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:-1]), row[-1]]).rstrip() for row in rows
@@ -158,9 +158,9 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 @contextmanager
 def counting(title: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """Show progress on stderr, and yield a function to call with the number of new items.
+    """Show progress on stderr, and yield a function that is called with the number of new items.
 
-    Without a terminal, a progress line is printed every few seconds. `done` is the number of items from earlier runs.
+    If there is no terminal, a line is printed every few seconds. `done` is the number of items from earlier runs.
     """
     if not sys.stderr.isatty():
         started = last = time.monotonic()
@@ -194,16 +194,16 @@ def counted(items: Iterable[T], title: str, total: int, done: int = 0) -> Iterat
 
 
 def guard(command: str, work: Callable[[], int], *, verbose: bool = False) -> int:
-    """Run `work` and return its exit status. Report errors that any command may raise in one line.
+    """Run `work` and return its exit status. Errors that any command may raise are reported in one line.
 
     If `verbose` is set, a missing package is reported with its traceback.
     """
     try:
         status = work()
-        sys.stdout.flush()  # short output is still in the buffer
+        sys.stdout.flush()  # short output may still be in the buffer
         return status
     except BrokenPipeError:  # the reader has closed the pipe, as in `... | head`
-        # Python would flush stdout again at exit and fail.
+        # Otherwise, Python would flush stdout again at exit, which would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PROBLEMS
     except NotWritten as error:
@@ -239,11 +239,11 @@ def find_model_mistake(*models: object) -> str | None:
 
 
 def run_module(module: str, variables: dict[str, str], arguments: Sequence[str]) -> NoReturn:
-    """Replace this process with a module of this package, with variables that must be set before torch is loaded."""
+    """Replace this process with a module of this package, and set variables that must be set before torch is loaded."""
     sys.stdout.flush()
     sys.stderr.flush()
     settings = [f"{name}={value}" for name, value in variables.items()]
-    # -P: as with console scripts, Python does not search for modules in the current folder.
+    # -P: as for console scripts, Python does not search for modules in the current folder.
     os.execvp("env", ["env", *settings, sys.executable, "-P", "-m", module, *arguments])
 
 

@@ -1,4 +1,4 @@
-"""Prompts for measurements: the built-in set, the user's file or folder, or a dataset from Hugging Face."""
+"""Prompts for measurements: the built-in set, a file or folder of the user, or a dataset from Hugging Face."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from vllm_gaudi_spec.config import in_one_line
 
 SOURCES = "a JSONL file, a text file with a prompt on each line, a folder of text files, or a Hugging Face data set"
-# The prompts are of many kinds, since any kind may cause a layer's largest value.
+# The prompts are of many kinds, because any kind may cause the largest value in a layer.
 _BUILT_IN = Path(__file__).with_name("builtin_prompts.jsonl")
 _COLUMNS = ("prompt", "text", "question", "instruction", "content")
 _MAX_ROWS = 512
-"""Maximum number of rows read from a dataset if no limit is given."""
+"""Maximum number of rows to read from a dataset if no limit is given."""
 
 
 def load_prompts(source: str | None = None, limit: int | None = None) -> list[str]:
@@ -25,7 +25,7 @@ def load_prompts(source: str | None = None, limit: int | None = None) -> list[st
     Args:
         source: None for the built-in set; a folder in which each *.txt file is a prompt; a .jsonl file in which each
             line is a string or an object with a `prompt`, `text`, or `question`; a .txt file with one prompt per line;
-            otherwise, the name of a Hugging Face dataset, `NAME` or `NAME:SPLIT`, which the package `datasets` loads.
+            or the name of a Hugging Face dataset, `NAME` or `NAME:SPLIT`, which the package `datasets` loads.
 
     Raises:
         ValueError: The source cannot be read or contains no prompts.
@@ -69,7 +69,7 @@ def _from_hub(name: str, rows: int) -> Iterator[str]:
     name, _, split = name.partition(":")
     try:
         yield from (_text_of(row) for row in islice(load_dataset(name, split=split or "train", streaming=True), rows))
-    except Exception as error:  # the package, its readers, and the network raise many exception types
+    except Exception as error:  # the package, its readers, and the network may raise many types of exceptions
         raise ValueError(f"prompts: data set {name}: {in_one_line(error)}") from None
 
 

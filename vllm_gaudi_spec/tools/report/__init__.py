@@ -1,4 +1,4 @@
-"""`gaudi-spec report`: a page about recorded runs."""
+"""`gaudi-spec report`: creates an HTML page from recorded runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The report page: the figures and texts of runs in one HTML file without scripts or external resources.
+"""The report page, which shows the figures and texts of runs in one HTML file without scripts or external resources.
 
-The page's content security policy forbids both. Texts come from models, so the template escapes them.
+The content security policy forbids them. Texts come from models, so the template escapes them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_gaudi_spec.tools.io import output
 from vllm_gaudi_spec.tools.report.record import compute_acceptance_length, describe_measurement
 
 BASELINE = "baseline"
-# Two measurements of the same configuration may differ by this factor.
+# Two measurements of the same configuration may differ by up to this factor.
 _MIN_SPEEDUP = 1.02
 _DESCRIPTIONS = {
     BASELINE: "without drafts",
@@ -29,7 +29,7 @@ _DESCRIPTIONS = {
     "peagle": "a head drafts all tokens in one pass",
     **{name: method.about for name, method in METHODS.items()},
 }
-# The names used by vLLM's benchmark.
+# These names are the same as in vLLM's benchmark.
 _LATENCIES = ("ttft", "tpot", "itl")
 
 
@@ -110,7 +110,7 @@ def _describe_task(name: str, task: dict[str, Any], tasks: dict[str, Any], faste
         "ratio": 1.0 if name == BASELINE and len(tasks) > 1 else speedup["ratio"] if speedup else None,
         "acceptance_length": compute_acceptance_length(task),
         "same_text": ", ".join(f"{number} {kind}" for kind, number in matches.items() if number) if matches else "",
-        # For each position 0, 1, ... k: its acceptance rate, and the number of steps that accepted that many drafts.
+        # For each position 0, 1, ... k, the acceptance rate and the number of steps that accepted that many drafts.
         "positions": [
             (number, _percent(rate, num_steps) if number else None, steps, _percent(steps, num_steps))
             for number, (rate, steps) in enumerate(zip([0, *task["acc_counts"]], task["accepted_lengths"], strict=True))
@@ -120,7 +120,7 @@ def _describe_task(name: str, task: dict[str, Any], tasks: dict[str, Any], faste
 
 
 def _spread(task: dict[str, Any], name: str) -> tuple[float, ...] | None:
-    """Return the quartiles of a latency over all answers in all turns, in milliseconds."""
+    """Return the quartiles of a latency in milliseconds, over all answers in all turns."""
     values = [1000 * one[name] for turn in task["latencies"] for one in turn if one[name] is not None]
     if not values:
         return None
@@ -145,7 +145,7 @@ def _describe_prompt(number: int, tasks: dict[str, Any]) -> dict[str, Any]:
 
 
 def _split_text(answer: dict[str, Any]) -> list[tuple[str, int]]:
-    """Split the text into parts, each with its number of accepted drafts, or 0 for the target's own tokens."""
+    """Split a text into parts, each with its number of accepted drafts, or 0 for the target's own tokens."""
     parts: list[tuple[str, int]] = []
     start = 0
     for size, drafts in answer["steps"]:

@@ -1,4 +1,4 @@
-"""The record of a run: a versioned JSON object that is written by a comparison and read by a report."""
+"""The record of a run: a versioned JSON object, which a comparison writes and a report reads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PACKAGES = ("vllm-gaudi-spec", "torch", "transformers", "habana-torch-plugin", 
 
 
 class RecordError(ValueError):
-    """Raised for a file that is not a readable record. The message is one line and contains the file name."""
+    """Raised for a file that is not a readable record. The message is in one line and contains the file name."""
 
 
 def read_environment() -> dict[str, str]:
-    """Return the documented variables that are set. Call this before a run, since a run sets some variables."""
+    """Return the documented variables that are set. Call this before a run, which sets some variables."""
     return {variable.name: value for variable, value in list_set_variables().items()}
 
 
@@ -34,7 +34,7 @@ def make(
     measurement: dict[str, Any],
     tasks: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """Make the record. `measurement` has the number of turns and the reason why engines ran one by one, if any."""
+    """Create the record of a run. `measurement` has the number of turns and, if engines ran one by one, the reason."""
     found = {"python": platform.python_version(), "vllm": versions.installed_vllm()}
     found |= {name: versions.installed(name) for name in _PACKAGES}
     return {
@@ -81,12 +81,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def compute_acceptance_length(task: dict[str, Any]) -> float:
-    """Return the mean number of tokens per step with drafts, as in vLLM's metric, or 1 if nothing was drafted."""
+    """Return the mean number of tokens per step with drafts, as in vLLM's metric, or 1 if there were no drafts."""
     return 1 + task["num_accepted_tokens"] / task["num_drafts"] if task["num_drafts"] else 1.0
 
 
 def describe_measurement(measurement: dict[str, Any]) -> str:
-    """Describe in one sentence how the speeds were measured."""
+    """Describe in one sentence how speeds were measured."""
     turns, reason = measurement["turns"], measurement["why_one_by_one"]
     count = "once" if turns == 1 else f"{turns} times"
     if reason is not None:

@@ -1,6 +1,6 @@
-"""`torch.accelerator` on a machine with a Gaudi. Torch sees the card, but not the card's allocator.
+"""`torch.accelerator` on a machine with a Gaudi. Torch supports the card, but not its allocator.
 
-The card registers itself while torch is imported, so these calls are replaced from the start. They raise the errors
+The card registers itself while torch is imported, so these functions are replaced from the start. They raise the errors
 that users of real cards reported: vllm-gaudi, patches.py and platform.py, and its pull requests 1383 (a Gaudi 3) and
 1430. The reports cover `empty_cache`, `empty_host_cache`, `get_memory_info` and `synchronize`. The other calls use the
 same allocator.

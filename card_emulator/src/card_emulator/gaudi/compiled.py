@@ -1,9 +1,9 @@
 """`hpu_backend`, the bridge's backend of torch.compile, for compiled mode.
 
-As in the bridge (1.19, dynamo/compile_backend/backends.py), torch's `aot_autograd` prepares inference graphs, which
-keep mutations of inputs. Only the compiler is emulated: the operations that it accepts (shared_layer.py), the results
-that it is known to get wrong, and the compilation of each graph at its first run. The bridge's decompositions are
-emulated only where these rules depend on them. Of its compiler passes, only the one that updates caches in place is
+As in the bridge (1.19, dynamo/compile_backend/backends.py), torch's `aot_autograd` prepares inference graphs that keep
+in-place changes of their inputs. Only the compiler is emulated: which operations it accepts (shared_layer.py), which
+results it is known to get wrong, and the compilation of each graph at its first run. The bridge's decompositions are
+emulated only where these rules depend on them. Of the compiler's passes, only the one that updates caches in place is
 emulated.
 """
 
@@ -30,12 +30,12 @@ BACKEND = "hpu_backend"
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-# These operations run outside the compiled graph, which is split there (shared_layer.py, hpu_fallback_op_list).
+# These operations run outside the compiled graph, which is split at them (shared_layer.py, hpu_fallback_op_list).
 _LEAVE = names(
     "seed manual_seed initial_seed get_rng_state set_rng_state slice_backward addcmul index nonzero _unique2 bincount"
 )
 
-# The decompositions of the bridge (decomposition.py) that decide which operations reach the checks below.
+# The decompositions of the bridge (decomposition.py) that determine which operations the checks below apply to.
 _DECOMPOSED = [
     aten.addcmul,
     aten.new_ones,
@@ -48,7 +48,7 @@ _DECOMPOSED = [
 
 
 def hpu_backend(module: fx.GraphModule, examples: Sequence[torch.Tensor], **kwargs: Any) -> Any:
-    from torch._dynamo.backends.common import aot_autograd  # this takes a second, so import it only when needed
+    from torch._dynamo.backends.common import aot_autograd  # this import takes a second, so it is done only when needed
 
     if DEVICE.lazy:
         raise DeviceRefusal(f"torch.compile with {BACKEND} in lazy mode, at {here()}; switch dynamo off")
@@ -89,8 +89,8 @@ def _compile(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
 
 
 def _write_in_place(graph: fx.Graph) -> None:
-    """Update only the changed rows if a tensor is copied with some rows changed and then written back, and nothing else
-    reads the old tensor (passes.py, pass_reinplace_index_copy_ops)."""
+    """If a tensor is copied with some rows changed and then written back, and nothing else reads the old tensor, update
+    only the changed rows (passes.py, pass_reinplace_index_copy_ops)."""
     for node in list(graph.nodes):
         if node.target is not aten.index_copy.default:
             continue
@@ -103,10 +103,10 @@ def _write_in_place(graph: fx.Graph) -> None:
 
 
 def _lay_out(node: fx.Node) -> None:
-    """Give an operation's result the memory layout from the trace, which the graph's views rely on.
+    """Give the result of an operation the memory layout from the trace, on which views in the graph rely.
 
-    Torch traces elementwise operations on a Gaudi with contiguous results (_subclasses/fake_impls.py,
-    is_noncontiguous_supported), but its CPU kernels keep the dimension order of their operands.
+    When tracing for a Gaudi, torch gives elementwise operations contiguous results (_subclasses/fake_impls.py,
+    is_noncontiguous_supported), but its CPU kernels keep the dimension order of the operands.
     """
     traced = node.meta.get("val")
     if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(traced, torch.Tensor):
@@ -166,8 +166,8 @@ def _check(node: fx.Node) -> None:
 
 def _leaves(node: fx.Node, name: str) -> bool:
     """Whether an operation runs outside the compiled graph. C16: shared_layer.py, check_for_default_fallback and
-    index_put_support_check. For views as another dtype, see schema_matching.cpp (1.19) and the bridge's test in
-    compile_eager_fallback_list.json."""
+    index_put_support_check. Views as another dtype are described in schema_matching.cpp (1.19) and in the bridge's test
+    in compile_eager_fallback_list.json."""
     if name in _LEAVE or node.target is aten.view.dtype:
         return True
     if name == "permute" and node.meta["val"].dtype is torch.int64:
@@ -181,8 +181,8 @@ def _leaves(node: fx.Node, name: str) -> bool:
 
 
 def _computes_in_64_bits(node: fx.Node, name: str) -> bool:
-    """Whether an operation uses int64, which has 64 bits in compiled mode (O01). It is never fused with its neighbors
-    and takes twice as long as with int32 (HabanaAI/Intel_Gaudi3_Software, tpc_fuser.cpp)."""
+    """Whether an operation uses int64, which has 64 bits in compiled mode (O01). Such an operation is never fused with
+    its neighbors and takes twice as long as with int32 (HabanaAI/Intel_Gaudi3_Software, tpc_fuser.cpp)."""
     made = [tensor for tensor in tree_leaves(node.meta["val"]) if isinstance(tensor, torch.Tensor)]
     operands = [item.meta.get("val") for item in node.all_input_nodes]
     return name in INT_ARITHMETIC and any(
@@ -191,7 +191,7 @@ def _computes_in_64_bits(node: fx.Node, name: str) -> bool:
 
 
 def _wrong_where(condition: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Select the wrong branch, as compiled `where` does on integers (C17: vllm-gaudi, ops/causal_conv1d_pytorch.py)."""
+    """Select the wrong branch, like a compiled `where` on integers (C17: vllm-gaudi, ops/causal_conv1d_pytorch.py)."""
     return torch.where(condition, right, left)
 
 
@@ -205,7 +205,7 @@ class _RegionCapture(Capture):
 
 
 class _Region:
-    """A graph that is compiled at its first run. Each run returns new tensors."""
+    """A graph that is compiled at its first run and returns new tensors in each run."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._module = module

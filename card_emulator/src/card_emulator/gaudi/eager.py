@@ -1,4 +1,4 @@
-"""Operations outside regions in compiled mode. The bridge reuses a compiled operation for other sizes if its cache key
+"""Operations outside regions in compiled mode. The bridge reuses a compiled operation for other sizes if the cache key
 is the same (v1.24.0, habana_eager/eager_exec.cpp, calculate_operator_key).
 """
 
@@ -15,9 +15,9 @@ _FLAG = "PT_HPU_ENABLE_EAGER_CACHE"
 
 
 def _concatenation(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Refuse a concatenation that would reuse the wrong recipe (C35). The cache key lacks the dimension, and a recipe
-    for the last dimension, the compiler's first, supports no other (HabanaAI/Intel_Gaudi3_Software,
-    concatenate_node.cpp)."""
+    """Reject a concatenation that would reuse the wrong recipe (C35). The cache key does not include the dimension, and
+    a recipe for the last dimension, which is the compiler's first, supports no other dimension
+    (HabanaAI/Intel_Gaudi3_Software, concatenate_node.cpp)."""
     if DEVICE.lazy or not DEVICE.hostile or DEVICE.capture is not None or DEVICE.bridge_flags.get(_FLAG):
         return
     tensors: Sequence[Any] = args[0]

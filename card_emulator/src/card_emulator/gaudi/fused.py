@@ -1,6 +1,6 @@
-"""Habana's fused operations in plain torch, with the arguments of torch.ops.hpu. Each one counts as one operation.
+"""Habana's fused operations in plain torch, with the arguments of torch.ops.hpu. Each of them counts as one operation.
 
-The results follow the bridge's public sources and documentation. The rounding inside the real kernels differs.
+The results follow the bridge's public sources and documentation. The rounding inside real kernels differs.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def sdpa_fwd(
     window: Sequence[int],
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute attention over [B, H, S, D]. Key and value heads are repeated if there are fewer of them. As in the
-    kernel, a causal mask is aligned to the first key, and padding can be skipped only without a mask."""
+    """Compute attention for tensors [B, H, S, D]. Key and value heads are repeated if there are fewer of them. As in
+    the real kernel, a causal mask is aligned to the first key, and padding can be skipped only without a mask."""
     if DEVICE.hostile:
         check_sdpa(q, mask, is_causal, softmax_mode, valid_seq_len, seq_padding_type)
         check_sinks(q, sink)
@@ -119,7 +119,7 @@ def hidden_keys(
     seq_padding_type: str,
     window: Sequence[int],
 ) -> torch.Tensor | None:
-    """Return which keys each query must not attend to, apart from the caller's mask, or None if there are none."""
+    """Return the keys hidden from each query in addition to the caller's mask, or None if there are none."""
     num_queries, num_keys = q.shape[-2], k.shape[-2]
     hidden = None
     if is_causal or max(window, default=-1) >= 0:
@@ -147,8 +147,8 @@ def _spelt_out(
     sinks: torch.Tensor | None,
     is_fast: bool,
 ) -> torch.Tensor:
-    """Compute attention step by step. With `is_fast`, exponentials are in bfloat16, which changes the output of some
-    models (vllm-gaudi, features.py, fp32_softmax). `sinks` adds one score per head to the softmax, but no value."""
+    """Compute attention step by step. With `is_fast`, exponentials are computed in bfloat16, which changes some models'
+    output (vllm-gaudi, features.py, fp32_softmax). `sinks` adds one score per head to the softmax, without a value."""
     k, v = (part.repeat_interleave(q.shape[-3] // part.shape[-3], -3) for part in (k, v))
     scores = (q @ k.transpose(-1, -2)) * scale
     if bias is not None:
@@ -161,12 +161,12 @@ def _spelt_out(
     return (weights / weights.sum(-1, keepdim=True))[..., :num_keys].to(v.dtype) @ v
 
 
-# vllm-gaudi, ops.py and utils.py; the bridge's FusedSDPA.py.
+# Sources: vllm-gaudi, ops.py and utils.py; the bridge's FusedSDPA.py.
 _SOFTMAX_MODES = ("None", "fast", "fp32")
 _PADDING_SIDES = ("left", "right")
 _MOST_QUERIES = 65536
 _LARGEST_MASK = 4 * GIB
-# The size of one row's mask at which its signed 32-bit offsets overflow (vllm-gaudi, pull request 1749).
+# The size of a row's mask at which signed 32-bit offsets overflow (vllm-gaudi, pull request 1749).
 MASK_OVERFLOW = 2 * GIB
 
 
@@ -193,14 +193,14 @@ def check_sdpa(
 
 
 def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
-    """Refuse sinks except in the form that vllm-gaudi passes, which is the layer's unchanged parameter
+    """Reject sinks unless they are passed as in vllm-gaudi, which passes the layer's unchanged parameter
     (extension/ops.py)."""
     if sinks is not None and (sinks.dtype != q.dtype or sinks.shape != q.shape[-3:-2]):
         raise DeviceRefusal(f"hpu::sdpa_fwd with sinks {list(sinks.shape)} in {sinks.dtype} for queries in {q.dtype}")
 
 
 def _lanes(dtype: torch.dtype) -> int:
-    """Return the card's vector width, to which the results of each block are padded."""
+    """Return the vector width of the card. The results for each block are padded to this width."""
     return 64 if dtype == torch.float32 else 128
 
 
@@ -210,8 +210,8 @@ def block_softmax(
     """Return exp(attn - block maximum), the block maxima, and the block sums.
 
     `attn` is [blocks, kv_heads, q_per_kv, tokens, block_size]. Maxima and sums are flattened per block and padded to
-    whole vectors. Blocks of group -1 become zero. Only forms that are known to have run are accepted: vllm-gaudi passes
-    one query per row, in bfloat16 (extension/features.py, ops.py)."""
+    whole vectors. Blocks of group -1 become zero. Only variants that are known to have run are accepted: vllm-gaudi
+    passes one query per row, in bfloat16 (extension/features.py, ops.py)."""
     if DEVICE.hostile and (attn.dim() != 5 or attn.shape[3] != 1 or attn.dtype != torch.bfloat16):
         raise DeviceRefusal(
             f"hpu::block_softmax with {attn.shape[3] if attn.dim() == 5 else attn.dim()} queries in {attn.dtype}: "
@@ -263,8 +263,8 @@ def cast_to_fp8_v2(
     dtype: torch.dtype | None = None,
     scale_shape: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x * scale in FP8, and the maximum of |x| or an empty tensor."""
-    if scale is None or scale.dtype is not torch.bfloat16:  # vllm-gaudi passes these (extension/ops.py, dynamic_quant)
+    """Return x * scale in FP8, and either the maximum of |x| or an empty tensor."""
+    if scale is None or scale.dtype is not torch.bfloat16:  # as in vllm-gaudi (extension/ops.py, dynamic_quant)
         check_fp8(scale)
     if DEVICE.hostile and x.dtype not in (torch.float32, torch.bfloat16, *_FP8):
         raise DeviceRefusal(f"hpu::cast_to_fp8_v2 of {x.dtype}; it takes float32, bfloat16 and FP8")
@@ -299,10 +299,10 @@ def fp8_gemm_v2(
     accumulate: bool = False,
     B_scale_shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return the matrix product multiplied by its scales. The product is computed in float64, where these sums are
-    exact in any order, so the result for a row does not depend on the number of rows. For bfloat16, the sum and the
-    scale are each rounded before they are multiplied. The result is bitwise equal to that in vllm-gaudi's two files for
-    layers with static scales (v0.26.0, test_hpu_compressed_tensors)."""
+    """Return the matrix product multiplied by its scales. The product is computed in float64, in which these sums are
+    exact in any order, so that the result for a row does not depend on the number of rows. For bfloat16, the sum and
+    the scale are both rounded before they are multiplied. The result is bitwise equal to the one in vllm-gaudi's two
+    files for layers with static scales (v0.26.0, test_hpu_compressed_tensors)."""
     check_fp8(A_scale_inv, B_scale_inv)
     left = A.double().transpose(-1, -2) if trans_A else A.double()
     right = B.double().transpose(-1, -2) if trans_B else B.double()
@@ -322,15 +322,15 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def check_fp8(*scales: torch.Tensor | None) -> None:
-    """Refuse scales that are not float32. Under vLLM's loader, tensors get the model's dtype unless they specify
-    another one (vllm-gaudi, pull request 978)."""
+    """Reject scales that are not float32. While vLLM's loader is active, tensors get the model's dtype unless they
+    specify another one (vllm-gaudi, pull request 978)."""
     for scale in scales:
         if DEVICE.hostile and scale is not None and scale.dtype is not torch.float32:
             raise DeviceRefusal(f"a scale of {scale.dtype} is a mismatch of types; the FP8 kernels take float32")
 
 
 def _times(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply in bfloat16 if `x` is bfloat16, after rounding the scale, as the files for `fp8_gemm_v2` show."""
+    """If `x` is bfloat16, round the scale and multiply in bfloat16, as the files for `fp8_gemm_v2` show."""
     return x * scale.bfloat16() if x.dtype is torch.bfloat16 else x.float() * scale
 
 
@@ -341,8 +341,9 @@ def convert_from_uint4(
     out_dtype: torch.dtype,
     g_idx: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Unpack int32 [K, N / 8], lowest bits first, into [K, N]. Scales and zero points belong to groups of rows, which
-    `g_idx` assigns. The AWQ, GPTQ and compressed-tensors layers in vllm-gaudi's tests give correct results with it."""
+    """Unpack int32 [K, N / 8] to [K, N], starting with the lowest bits. `g_idx` maps each row to the group whose scale
+    and zero point it uses. With this function, the AWQ, GPTQ and compressed-tensors layers in vllm-gaudi's tests give
+    correct results."""
     weight = _nibbles(packed)
     if g_idx is None:
         rows = torch.arange(weight.shape[0], device=packed.device) // (weight.shape[0] // scale.shape[0])
@@ -394,14 +395,14 @@ def _shaped(scale: torch.Tensor, shape: Sequence[int] | None) -> torch.Tensor:
 
 
 def define(schemas: str, kernels_by_name: dict[str, Any]) -> None:
-    """Define operations in `torch.ops.hpu`. A line that begins with a space continues the previous one."""
+    """Define operations in `torch.ops.hpu`. A line that starts with a space continues the previous line."""
     global _library
     _library = _library or Library("hpu", "DEF")
     for schema in schemas.replace("\n ", " ").strip().splitlines():
         _library.define(schema)
     for name, kernel in kernels_by_name.items():
         _library.impl(name, kernel, "CompositeExplicitAutograd")
-        # Kernels for unwrapped tensors are called directly: the dispatcher would take most of a small operation's time.
+        # Kernels for unwrapped tensors are called directly, because dispatching a small operation is slow.
         packet, _, overload = name.partition(".")
         kernels.KERNELS[f"hpu::{packet}.{overload or 'default'}"] = kernel
 

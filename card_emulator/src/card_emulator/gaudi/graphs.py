@@ -1,4 +1,4 @@
-"""HPU graphs: a module's forward pass is recorded once per combination of input shapes, and replayed afterwards."""
+"""HPU graphs, in which a module's forward pass is recorded once per combination of input shapes and then replayed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from card_emulator.tensor import DeviceTensor, real
 
 
 class GraphCapture(Capture):
-    """A graph capture that counts recipes. A recipe is the part between two markers: its operations, scalars and tensor
-    layouts. If every layer of a model ends with a marker, identical layers share one recipe."""
+    """A graph capture that counts recipes. A recipe is the part between two markers, defined by its operations, scalars
+    and tensor layouts. If every layer of a model ends with a marker, identical layers share one recipe."""
 
     what = "HPU graph capture"
 
@@ -31,7 +31,7 @@ class GraphCapture(Capture):
     def _begin_recipe(self) -> None:
         self._recipe = 0
         self._numbers: dict[tuple[str, int], int] = {}
-        """The IDs of the current recipe's tensors, in the order in which they first appear."""
+        """The IDs of the tensors in the current recipe, in the order in which they first occur."""
 
     def _append(
         self, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], outs: int | list[int], line: Line
@@ -58,7 +58,7 @@ class GraphCapture(Capture):
         self._begin_recipe()
 
     def check_write(self, target: DeviceTensor, info: OpInfo, line: Line) -> None:
-        # A limitation in Intel's HPU Graphs documentation: no in-place updates of views, whatever memory they share.
+        # From Intel's HPU Graphs documentation: views cannot be updated in place, regardless of the memory they share.
         if not target.part or not DEVICE.hostile:
             return
         raise DeviceRefusal(
@@ -75,8 +75,8 @@ class GraphCapture(Capture):
             )
 
 
-# A replay uses the memory of its arguments as is and compares only sizes (bridge 1.19, HPUGraph.cpp, replayV3). In that
-# memory, 64-bit values take 32 bits (get_n_bytes.h; PT_ENABLE_INT64_SUPPORT is off by default), so a graph that was
+# A replay uses the memory of its arguments as it is and compares only sizes (bridge 1.19, HPUGraph.cpp, replayV3). In
+# this memory, 64-bit values take 32 bits (get_n_bytes.h; PT_ENABLE_INT64_SUPPORT is off by default), so a graph
 # captured with one width also accepts the other. vllm-gaudi's decode graphs get positions as int32 in warm-up and as
 # int64 in steps with drafts (v0.26.0, hpu_model_runner.py, _create_decode_input_data).
 _STORED_AS = {torch.int64: torch.int32, torch.float64: torch.float32}
@@ -100,8 +100,8 @@ class Inputs:
         self.tensors: list[DeviceTensor] = []
         self._seen: dict[int, int] = {}
         self.wiring = (self._walk(args), self._walk(kwargs))
-        # The bridge only looks up a hash of shapes, strides and Python values, without dtypes (1.19, graphs.py,
-        # input_hash). A kind card compares the arguments themselves.
+        # The bridge only looks up a hash of shapes, strides and Python values, which does not include dtypes (1.19,
+        # graphs.py, input_hash). A kind card compares the arguments themselves.
         self.key = input_hash((args, kwargs)) if DEVICE.hostile else self.wiring
 
     def _walk(self, value: Any) -> Any:
@@ -126,7 +126,7 @@ class Inputs:
 
 
 def _difference(wiring: Any, now: Any) -> str:
-    """Return the name of the first argument that differs, and both of its values."""
+    """Return the name of the first argument that differs, and its two values."""
     (_, *unnamed), (_, *named) = wiring
     (_, *unnamed_now), (_, *named_now) = now
     pairs = [(f"argument {number}", *pair) for number, pair in enumerate(zip(unnamed, unnamed_now, strict=False))]
@@ -139,7 +139,7 @@ def _difference(wiring: Any, now: Any) -> str:
 
 
 def _first_different(before: Any, now: Any) -> tuple[Any, Any]:
-    """Return the innermost pair of parts that differ."""
+    """Return the innermost two parts that differ."""
     if isinstance(before, tuple) and isinstance(now, tuple) and len(before) == len(now):
         for part, other in zip(before, now, strict=True):
             if part != other:
@@ -182,7 +182,7 @@ def _field_names(kind: Any) -> tuple[str, ...]:
 
 
 def _map(value: Any, convert: Callable[[DeviceTensor], Any]) -> Any:
-    """Return a copy of the structure in which `convert` has replaced each device tensor."""
+    """Return a copy of the structure in which each device tensor is replaced with the result of `convert`."""
     if isinstance(value, DeviceTensor):
         return convert(value)
     if isinstance(value, tuple):
@@ -217,7 +217,7 @@ class CapturedGraph:
         self.outputs = outputs
         self.wiring = wiring
         self.unread: list[tuple[int, DeviceTensor]] = []
-        """Inputs that the graph does not read, with their positions. Later calls copy their own inputs into these."""
+        """Inputs that the graph does not read, with their positions. Later calls copy their inputs into these."""
         self.read = capture.read_inputs({tensor.slot for tensor in _tensors(outputs) if capture.owns(tensor)})
         self._dtypes = capture.input_dtypes
         self._program = program
@@ -254,8 +254,8 @@ class CapturedGraph:
     def copy_unread(self, inputs: Sequence[DeviceTensor]) -> None:
         """Copy inputs that the graph does not read into the tensors of the first call.
 
-        The bridge does so before each replay (1.19, graphs.py, copy_to), with a separate graph that is compiled at the
-        second call.
+        The bridge makes these copies before each replay (1.19, graphs.py, copy_to), in a separate graph that is
+        compiled at the second call.
         """
         for index, first in self.unread:
             DEVICE.counters.event("copy of an unread input", f"{index} of {self.record.name}")
@@ -266,7 +266,7 @@ class CapturedGraph:
         DEVICE.graphs_held -= 1
 
     def _current(self, tensor: DeviceTensor, inputs: Sequence[DeviceTensor]) -> DeviceTensor:
-        """Return the current call's tensor if the output is an input of the graph, else the output itself."""
+        """Return the current call's tensor if the output is an input of the graph; otherwise, return the output."""
         slot = self._passed_on.get(id(tensor))
         return tensor if slot is None else inputs[slot]
 
@@ -274,7 +274,7 @@ class CapturedGraph:
 def capture_call(
     name: str, wiring: Any, forward: Callable[..., Any], args: Any, kwargs: Any, inputs: Sequence[DeviceTensor]
 ) -> CapturedGraph:
-    """Run `forward` once while recording it. Its side effects take place, except in compile-only mode."""
+    """Run `forward` once while recording it. Side effects of `forward` take place, except in compile-only mode."""
     device = DEVICE
     device.queue.flush("graph capture")
     capture = GraphCapture(name)
@@ -288,7 +288,7 @@ def capture_call(
         outputs = forward(*args, **kwargs)
     except BaseException:
         if device.hostile:
-            # The bridge's wrapper ends a capture only when the forward pass returns (1.19, graphs.py).
+            # The bridge's wrapper ends a capture only if the forward pass returns (1.19, graphs.py).
             device.blocked = f"the capture of {name} was left by an exception, and its stream is still in it"
         raise
     finally:
@@ -318,7 +318,7 @@ def _finish(capture: GraphCapture, work: Tally, outputs: Any, wiring: Any, where
 
 
 def _check_outputs(outputs: Any) -> None:
-    """Refuse outputs with tensors that the bridge does not find. The bridge looks in lists, tuples, dicts and
+    """Reject outputs with tensors that the bridge does not find. The bridge looks in lists, tuples, dicts and
     `__dict__` (1.19, extract_tensors)."""
     if isinstance(outputs, dict):
         outputs = tuple(outputs.values())
@@ -333,7 +333,7 @@ def _check_outputs(outputs: Any) -> None:
 
 
 def _describe(wiring: Any) -> str:
-    """Return the shapes of the arguments in order, to tell the graphs of a module apart."""
+    """Return the shapes of the arguments in order, with which the graphs of a module can be distinguished."""
     shapes: list[str] = []
 
     def walk(part: Any) -> None:
@@ -400,7 +400,7 @@ class GraphCache:
         return graph.outputs
 
     def _hold(self, inputs: Inputs) -> list[DeviceTensor]:
-        """Copy the inputs into the graph's own tensors and return those."""
+        """Copy the inputs into the graph's own tensors and return these tensors."""
         held = self._held.get(inputs.key)
         if held is None:
             held = self._held[inputs.key] = [DeviceTensor(_like(tensor)) for tensor in inputs.tensors]
@@ -432,7 +432,7 @@ def wrap_in_hpu_graph(
     max_graphs: int | None = None,
 ) -> torch.nn.Module:
     cache = GraphCache(module, not disable_tensor_cache, max_graphs)
-    # Use setattr because nn.Module declares these attributes for the class, and they are set on one instance.
+    # Use setattr, because nn.Module declares these attributes for the class and they are set on a single instance.
     for name, value in (
         ("forward", cache),
         ("clear_cache", cache.clear_cache),

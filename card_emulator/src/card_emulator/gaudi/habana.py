@@ -1,4 +1,4 @@
-"""A stand-in for the parts of the `habana_frameworks` package that a worker calls."""
+"""A replacement for the parts of the `habana_frameworks` package that a worker calls."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class FusedSDPA:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         window = list(window_size)
         if not passes_sinks_on():
-            sink = None  # as in the bridge, without a warning (v1.24.0, sdpa_gen.cpp)
+            sink = None  # like the bridge, without a warning (v1.24.0, sdpa_gen.cpp)
         return torch.ops.hpu.sdpa_fwd(
             q, k, v, attn_mask, 0.0, scale, is_causal, softmax_mode, valid_seq_len, seq_padding_type, window, sink
         )
@@ -123,7 +123,7 @@ def hpu_set_env(model: Any = None, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Metric:
-    """Counts since this object was created, or since the process started."""
+    """Counts since the object was created or since the process started."""
 
     def __init__(self, name: str, since_start: bool) -> None:
         if name not in ("graph_compilation", "cpu_fallback", "memory_defragmentation", "recipe_cache"):
@@ -154,7 +154,7 @@ def metric_localcontext(name: str) -> Iterator[Metric]:
 
 @contextmanager
 def env_setting(name: str, value: Any) -> Iterator[None]:
-    """Temporarily set a bridge flag, restoring its previous value on exit."""
+    """Temporarily set a flag of the bridge, and restore its previous value on exit."""
     before = DEVICE.bridge_flags.get(name)
     _apply(name, value)
     try:
@@ -176,7 +176,7 @@ def _apply(name: str, value: Any) -> None:
 
 
 def make_modules(torch_hpu: ModuleType) -> dict[str, ModuleType]:
-    """Return the stand-in's modules by full name, each set as an attribute of its parent."""
+    """Return the replacement's modules by full name, each of which is also set as an attribute of its parent."""
     grouping = {
         function.__name__: function
         for function in (recomputing.is_gqa, recomputing.gqa_input_reshape_fwd, recomputing.gqa_output_reshape)
@@ -211,7 +211,7 @@ def make_modules(torch_hpu: ModuleType) -> dict[str, ModuleType]:
             "apply_rotary_pos_emb": apply_rotary_pos_emb,
             "fp8_fused_sdpa": recomputing.fp8_fused_sdpa,
         },
-        # In the package, the attribute of this name is the class. The submodule of the same name is separate.
+        # In the real package, the attribute of this name is a class, and the submodule of the same name is separate.
         **{f"torch.hpex.kernels.{name}": grouping for name in ("FusedSDPA", "Fp8FusedSDPA")},
         "torch.hpex.normalization": {"FusedRMSNorm": FusedRMSNorm},
         "torch.distributed": {},
@@ -221,11 +221,11 @@ def make_modules(torch_hpu: ModuleType) -> dict[str, ModuleType]:
     for name, attributes in contents.items():
         full = ".".join(filter(None, ("habana_frameworks", name)))
         module = ModuleType(full)
-        module.__path__ = []  # mark it as a package, so that its submodules can be imported
+        module.__path__ = []  # marks the module as a package, so that its submodules can be imported
         vars(module).update(attributes)
         modules[full] = module
     for full, module in modules.items():
-        if module.__spec__ is None:  # importlib.util.find_spec reads it to tell whether the package exists
+        if module.__spec__ is None:  # importlib.util.find_spec reads this attribute to find the package
             module.__spec__ = ModuleSpec(full, None, is_package=True)
         parent, _, last = full.rpartition(".")
         if parent in modules and last not in vars(modules[parent]):

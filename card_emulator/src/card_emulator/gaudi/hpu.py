@@ -19,7 +19,7 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 
 
 class Streams(runtime.Streams):
-    """Streams that refuse to change during a capture. If a capture ends on a stream other than the one on which it
+    """Streams that must not change during a capture. If a capture ends on another stream than the one on which it
     began, the process ends (bridge 1.19, HPUGraph.cpp)."""
 
     @contextmanager
@@ -34,19 +34,19 @@ class Streams(runtime.Streams):
 
 
 def get_device_properties(device: Any = None) -> NoReturn:
-    """Raise an error. The real result lacks CUDA's fields, so vllm-gaudi replaces this call (platform.py)."""
+    """Raise an error. A card's result lacks CUDA's fields, so vllm-gaudi replaces this function (platform.py)."""
     raise NotImplementedError("torch.hpu.get_device_properties has nothing that is known; ask torch.hpu.mem_get_info")
 
 
 def get_device_name(device: Any = None) -> str:
-    """Return the card's name, preceded by lines of the runtime's log if the log goes to the console
+    """Return the card's name, preceded by lines of the runtime's log if that log is printed to the console
     (vllm-gaudi#963)."""
     name = DEVICE.generation.upper()
     return f"[device] opened\n{name}" if DEVICE.hostile and DEVICE.console else name
 
 
 class device:
-    """The context manager `torch.hpu.device(0)`. It changes nothing, because a process has only one card."""
+    """The context manager `torch.hpu.device(0)`, which has no effect because a process has only one card."""
 
     def __init__(self, device: Any) -> None:
         runtime.set_device(device)
@@ -76,9 +76,9 @@ def make_module() -> ModuleType:
         **Streams(runtime.Stream).contents(),
     }
     if DEVICE.lazy:
-        # Graphs exist only in lazy mode. In compiled mode, the attribute is missing, as on a card.
+        # Graphs exist only in lazy mode. In compiled mode, the attribute does not exist, as on a real card.
         contents["HPUGraph"] = graphs.HPUGraph
         contents["wrap_in_hpu_graph"] = graphs.wrap_in_hpu_graph
     module = runtime.make_module(contents)
-    module.__path__ = []  # mark it as a package
+    module.__path__ = []  # marks the module as a package
     return module

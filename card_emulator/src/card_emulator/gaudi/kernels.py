@@ -1,6 +1,6 @@
-"""Operations that a Gaudi supports only in some forms, or computes differently.
+"""Operations that a Gaudi supports only with certain arguments or computes differently.
 
-The rules come from the bridge's published source (v1.19) unless another source is named. The row numbers are those of
+The rules come from the bridge's published source (v1.19) unless another source is named. Row numbers refer to
 docs/contributing/quirks.md. A kind card has none of these quirks.
 """
 
@@ -33,7 +33,7 @@ def _index_reduce(usual: Kernel) -> Kernel:
         reduce = args[0] if args else kw["reduce"]
         if reduce != "amax" or dim % max(tensor.dim(), 1) != 0 or kw.get("include_self") is False:  # O03
             DEVICE.fallback(f"aten.index_reduce of {reduce} along dimension {dim}")
-        elif tensor.dim() > 1 and tensor.shape[-1] == 1:  # O04: vllm-hpu-extension 76f63d9 squeezes these first
+        elif tensor.dim() > 1 and tensor.shape[-1] == 1:  # O04: vllm-hpu-extension 76f63d9 squeezes such tensors first
             _refuse("aten.index_reduce with a last dimension of 1")
         return usual(tensor, dim, index, source, *args, **kw)
 
@@ -91,7 +91,7 @@ def _gather(usual: Kernel) -> Kernel:
 def _matmul(usual: Kernel) -> Kernel:
     def run(left: torch.Tensor, right: torch.Tensor) -> Any:
         num_dims = max(left.dim(), right.dim())
-        if num_dims > _MOST_DIMS:  # L27: the graph compiler's batch_gemm supports no more
+        if num_dims > _MOST_DIMS:  # L27: the graph compiler's batch_gemm does not support more
             _refuse(f"aten.matmul of {num_dims} dimensions")
         return usual(left, right)
 
@@ -115,9 +115,9 @@ def _shares_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _index_copy(usual: Kernel) -> Kernel:
-    """Copy rows as a Gaudi may. If several source rows have the same target, any of them may be written last; here the
-    first one is (O13). A source inside the written tensor is refused, because a Gaudi may overwrite it before reading
-    it (O14: vllm-gaudi, pull request 329)."""
+    """Copy rows as a Gaudi might do. If several source rows have the same target, any of them may be written last; in
+    this kernel, it is the first one (O13). A source inside the tensor being written is rejected, because a Gaudi may
+    overwrite it before reading it (O14: vllm-gaudi, pull request 329)."""
 
     def run(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
         if tensor.dim() and _shares_memory(tensor, source):
@@ -144,7 +144,7 @@ def _index_put(usual: Kernel) -> Kernel:
 
 
 def _scatter(usual: Kernel) -> Kernel:
-    """Scatter in a different order than torch does (O13, O33), and refuse a source inside the written tensor (O38)."""
+    """Scatter in a different order than torch (O13, O33), and reject a source inside the tensor being written (O38)."""
 
     def run(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: Any, *args: Any, **kw: Any) -> Any:
         if not isinstance(source, torch.Tensor) or not index.dim():
@@ -158,7 +158,7 @@ def _scatter(usual: Kernel) -> Kernel:
 
 
 def _argmax(usual: Kernel) -> Kernel:
-    """Return the index of the last of several equal maxima (O09). The order is unspecified; a CPU returns the first."""
+    """Return the index of the last of several equal maxima (O09). A CPU returns the first."""
 
     def run(tensor: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
         if dim is None or not tensor.dim():
@@ -169,7 +169,7 @@ def _argmax(usual: Kernel) -> Kernel:
 
 
 def _div(usual: Kernel) -> Kernel:
-    """Divide by multiplying with the reciprocal (O24: PT_HPU_ENABLE_DIV_PRECISE is off), so x / x may differ from 1."""
+    """Divide by multiplying by the reciprocal (O24: PT_HPU_ENABLE_DIV_PRECISE is off), so x / x may differ from 1."""
 
     def run(left: torch.Tensor, right: Any) -> torch.Tensor:
         if not (isinstance(right, torch.Tensor) and left.is_floating_point() and right.is_floating_point()):
@@ -190,10 +190,10 @@ def _gelu(usual: Kernel) -> Kernel:
 
 
 def _view_dtype(usual: Kernel) -> Kernel:
-    """Convert values in lazy mode, where a view as another dtype is lowered like any other view (O39: bridge 1.19 and
-    1.24, lazy_kernels.cpp, view_utils.cpp). On a card, a direct download of such a view still returns the original
-    bits, which is not emulated. For dtypes of different sizes, the behavior is unknown, so the bits are kept: code that
-    reads files relies on them."""
+    """Convert values in lazy mode, in which a view as another dtype is lowered like any other view (O39: bridge 1.19
+    and 1.24, lazy_kernels.cpp, view_utils.cpp). On a real card, copying such a view directly to the host still returns
+    the original bits, which is not emulated. For dtypes of different sizes, the behavior is not known, so the bits are
+    kept, because code that reads files relies on them."""
 
     def run(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
         converts = DEVICE.lazy and dtype != tensor.dtype and dtype.itemsize == tensor.dtype.itemsize

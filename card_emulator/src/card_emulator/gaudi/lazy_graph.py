@@ -1,8 +1,8 @@
-"""Lazy mode: operations are collected in a pending graph, which a marker compiles into a recipe.
+"""Lazy mode, in which operations are collected in a pending graph and compiled into a recipe at a marker.
 
-Only a running hash of the graph is kept. Each operation extends it by the operation's name, its scalar arguments, the
-layout of tensors that are new to the graph, and the IDs of all others. If a graph is new, the set of known prefixes
-shows which operation made it new, and therefore which source line to report.
+Only a running hash of the graph is stored. Each operation extends the hash by the operation's name, its scalar
+arguments, the layout of tensors that are new to the graph, and the IDs of all other tensors. If a graph is new, the set
+of known prefixes shows which operation made it new and therefore which source line to report.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from card_emulator.queue import Queue, QueueDevice, QueuedTensor
 from card_emulator.source import Line, caller, describe, here
 
-# Tensor IDs start above all values that scalar arguments take.
+# Tensor IDs are larger than any value of a scalar argument.
 _FIRST = 1 << 40
 
 
@@ -36,7 +36,7 @@ class LazyGraph(Queue):
         self._ops: list[str] = []
 
     def enter(self, tensor: Any) -> Any:
-        """Return the layout of a tensor from outside the graph. Later uses of the tensor are recorded by its ID."""
+        """Return the layout of a tensor from outside the graph. Later uses of the tensor are recorded by ID."""
         tensor.epoch = self.epoch
         tensor.pending = False
         tensor.index = self._next
@@ -67,9 +67,9 @@ class LazyGraph(Queue):
         return tensor.pending and tensor.epoch == self.epoch
 
     def flush(self, cause: str) -> bool:
-        """Launch the pending operations, after compiling them if the graph is new. Return whether there were any."""
+        """Launch the pending operations, compiling them first if the graph is new. Returns whether there were any."""
         if not self._computes:
-            # Views launch nothing by themselves, and remain views of the same tensors.
+            # Views launch nothing by themselves and remain views of the same tensors.
             if self._hashes:
                 self._clear()
             return False

@@ -13,7 +13,7 @@ _locked: list[int] = []
 
 
 def acquire(folder: Path, modules: Sequence[int]) -> None:
-    """Claim the first free card of `modules`. A process that may use any card tries each one."""
+    """Claim the first card in `modules` that is free. A process that may use any card tries all of them."""
     folder.mkdir(parents=True, exist_ok=True)
     for module in modules:
         file = os.open(folder / str(module), os.O_RDWR | os.O_CREAT, 0o600)

@@ -1,7 +1,7 @@
-"""The largest tensors that an engine's offset registers can address.
+"""The maximum tensor sizes that the offset registers of an engine can address.
 
 The limits come from the graph compiler's sources (HabanaAI/Intel_Gaudi3_Software, `gaudi2/hal.h` and
-`gaudi2_hal_reader.cpp`). We infer that an operation on a larger tensor fails instead of being split.
+`gaudi2_hal_reader.cpp`). We infer that an operation on a larger tensor fails rather than being split.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _COPIES = names("copy_ clone contiguous")
 
 
 def check_reach(packet: str, operand: torch.Tensor) -> None:
-    """Refuse an operand or result with elements that the operation's engine cannot address.
+    """Reject an operand or result with elements that the engine for this operation cannot address.
 
-    Tensor cores (TPC) reach 2^31 - 1 elements along every dimension except the one with the largest stride. The matrix
-    engine (MME) reaches 2^32 - 1 elements, or 2^31 - 1 in float32. Copies (DMA) reach 2^32 - 1 bytes along a dimension.
-    A copy of contiguous memory is a single run of bytes, which can be split.
+    Tensor cores (TPC) can address 2^31 - 1 elements along every dimension except the one with the largest stride. The
+    matrix engine (MME) can address 2^32 - 1 elements, or 2^31 - 1 in float32. Copies (DMA) can address 2^32 - 1 bytes
+    along a dimension. A copy of contiguous memory is a single range of bytes, which can be split.
     """
     if not DEVICE.hostile:
         return
-    # (stride, offset of the last element) for each dimension; the one with the largest stride comes last
+    # (stride, offset of the last element) for each dimension, with the largest stride last
     extents = sorted(
         (stride, (size - 1) * stride) for size, stride in zip(operand.shape, operand.stride(), strict=True) if size > 1
     )

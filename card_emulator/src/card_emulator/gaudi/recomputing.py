@@ -1,7 +1,7 @@
 """Fused attention that also returns the maximum and the inverse sum for each query, so that results over parts of the
-keys can be combined. It has the form `hpu::sdpa_recomp_fwd` (bridge v1.19, kernels_register.cpp) and an FP8 form, as
-vllm-gaudi calls them (v0.26.0, extension/utils.py). The dtypes of the maxima and sums are not published; here they are
-float32."""
+keys can be combined. It has the signature of `hpu::sdpa_recomp_fwd` (bridge v1.19, kernels_register.cpp), and there is
+an FP8 variant, both as vllm-gaudi calls them (v0.26.0, extension/utils.py). The dtypes of the maxima and sums are not
+published; float32 is used here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ fp8_sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float 
  str seq_padding_type, int[] window=[-1, -1], Tensor? sink=None)
  -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 """
-# The factor that vllm-gaudi applies to the inverse sums of the "fast" mode (extension/utils.py, SlicedFP8FusedSDPA).
+# vllm-gaudi's factor for the inverse sums of the mode "fast" (extension/utils.py, SlicedFP8FusedSDPA).
 _FAST_FP8 = 128.0
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -68,7 +68,7 @@ def fp8_sdpa_recomp_fwd(
     valid_seq_len: torch.Tensor | None, seq_padding_type: str, window: Sequence[int] = (-1, -1),
     sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Compute attention in FP8. Softmax weights are not rounded, because the effect of their scale is unpublished."""
+    """Compute attention in FP8. Softmax weights are not rounded, because the effect of their scale is not published."""
     if sink is not None:
         raise NotImplementedError("fp8_sdpa_recomp_fwd: sinks are not emulated")
     check_fp8(d_scale_q, d_scale_k, d_scale_v, q_scale_s, q_scale_o, d_scale_s)

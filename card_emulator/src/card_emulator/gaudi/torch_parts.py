@@ -1,4 +1,4 @@
-"""The parts of torch that the bridge fills in while it loads: the `torch.compile` backend and random generators."""
+"""The parts of torch that the bridge provides while it is loaded: the `torch.compile` backend and random generators."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from card_emulator.guard import patch
 
 
 def _register_backend() -> None:
-    from torch._dynamo.backends.registry import _BACKENDS, register_backend  # this takes a second, so not at import
+    from torch._dynamo.backends.registry import _BACKENDS, register_backend  # this import takes a second
 
     if BACKEND not in _BACKENDS:
         register_backend(hpu_backend, name=BACKEND)
 
 
 def _patched_compile(original: Any) -> Any:
-    """Register the backend at the first call. Decorators also refer to it in lazy mode (vllm-gaudi, platform.py,
+    """Register the backend at the first call. Decorators also use the backend in lazy mode (vllm-gaudi, platform.py,
     set_torch_compile)."""
 
     def compile(*args: Any, **kwargs: Any) -> Any:
@@ -35,7 +35,7 @@ class _AnyGenerator(type(torch._C.Generator)):  # type: ignore[misc]
 
 
 class Generator(torch._C.Generator, metaclass=_AnyGenerator):
-    """A host generator with the card as its device. Random numbers are drawn on the host in any case."""
+    """A host generator whose device is the card. Random numbers are always generated on the host."""
 
     _where: torch.device
 

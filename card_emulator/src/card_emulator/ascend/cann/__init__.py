@@ -16,8 +16,8 @@ from card_emulator.errors import SetupError
 
 
 def install(folder: Path, cache: Path) -> Card:
-    """Import torch_npu from `folder` on top of the emulated CANN, and return its card."""
-    if "torch_npu" in sys.modules:  # it runs on a real CANN, which cannot be replaced any more
+    """Import torch_npu from `folder` with the emulated CANN below it, and return the card."""
+    if "torch_npu" in sys.modules:  # it runs on a real CANN, which can no longer be replaced
         raise SetupError(
             "torch has opened torch_npu before the emulated CANN was there; set TORCH_DEVICE_BACKEND_AUTOLOAD=0."
         )
@@ -27,7 +27,7 @@ def install(folder: Path, cache: Path) -> Card:
             f"--no-deps --target {folder} torch-npu==2.13.0, or name another folder with torch_npu."
         )
     libraries = build.build(folder / "torch_npu", cache / "cann")
-    # Once loaded, the libraries are found by name, without LD_LIBRARY_PATH.
+    # After the libraries are loaded, they are found by name, without LD_LIBRARY_PATH.
     loaded = [ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL) for name in (build.LIBRARY, *build.NAMES)]
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

@@ -1,6 +1,6 @@
 """Compile the emulated CANN into the cache folder, once per version of its sources, torch and torch_npu.
 
-One library contains all of the code. The libraries that torch_npu loads by name are empty and depend on that one.
+One library contains all of the code. The libraries that torch_npu loads by name are empty and depend on that library.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch.utils.cpp_extension import include_paths
 from card_emulator.errors import SetupError
 
 LIBRARY = "libemulated_cann.so"
-# Libraries that torch_npu is linked against or opens on first use.
+# Libraries that torch_npu is linked with or opens on first use.
 NAMES = (
     *("libascendcl.so", "libacl_op_compiler.so", "libge_runner.so", "libgraph.so", "libhccl.so"),
     *("libacl_tdt_channel.so", "libruntime.so", "libopapi.so", "libnnopbase.so", "libatb.so"),
 )
 _SOURCES = Path(__file__).parent
-# Optimizing gains nothing: the many operators are one line each and call ATen, which is already compiled.
+# Optimization has no benefit: each of the many operators is one line that calls ATen, which is compiled.
 _FLAGS = ("-std=c++20", "-O0", "-fPIC", "-fvisibility=default", "-w")
 
 
 def build(torch_npu: Path, cache: Path) -> Path:
-    """Return the folder in `cache` with the compiled libraries. `torch_npu` is the package's folder, which includes
-    CANN's headers."""
+    """Return the folder in `cache` with the compiled libraries. `torch_npu` is the folder of that package, which
+    includes CANN's headers."""
     headers = torch_npu / "include"
     if not (headers / "acl" / "acl_rt.h").is_file():
         raise SetupError(
@@ -48,7 +48,7 @@ def build(torch_npu: Path, cache: Path) -> Path:
         raise SetupError("the emulated CANN is compiled at first use and needs g++: apt install g++")
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks start together, and only one of them compiles
+        fcntl.flock(lock, fcntl.LOCK_EX)  # all ranks start at the same time, but only one of them compiles
         if not folder.is_dir():
             _make(compiler, sources, headers, folder)
     return folder
@@ -88,7 +88,7 @@ def _link(compiler: str, objects: list[Path], to: Path) -> None:
     linked = [f"-L{torch_libraries}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_libraries}", "-Wl,-z,defs"]
     _run([compiler, "-shared", *map(str, objects), *linked, f"-Wl,-soname,{LIBRARY}", "-o", str(to / LIBRARY)])
     for name in NAMES:
-        # No symbol from it is used, but the dependency makes the loader find this library.
+        # None of its symbols is used, but the dependency makes the loader find the library.
         to_all = ["-Wl,--no-as-needed", f"-L{to}", f"-l:{LIBRARY}", "-Wl,-rpath,$ORIGIN"]
         _run([compiler, "-shared", *to_all, f"-Wl,-soname,{name}", "-o", str(to / name)])
 

@@ -1,5 +1,5 @@
-"""The emulated card under torch_npu, as used by reports. The runtime counts events, and this module assigns the counts
-to steps."""
+"""Reports on the emulated card under torch_npu. The runtime counts events, and this module assigns the counts to
+steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from card_emulator.counters import Counters, Tally
 
 
 class Counts(NamedTuple):
-    """The runtime's counters, in the order in which it returns them."""
+    """Counters of the runtime, in the order in which it returns them."""
 
     launches: int
     """Operators and copies outside graphs."""
     replays: int
     replayed: int
-    """Tasks in the replayed graphs."""
+    """Tasks in replayed graphs."""
     captures: int
     uploads: int
     upload_bytes: int
@@ -54,7 +54,7 @@ class Card:
 
     def _fallback(self, operation: bytes) -> None:
         """Count an operation that torch_npu runs on the host. The few tensors that torch_npu itself copies to the host
-        are counted as downloads, which wait."""
+        are counted as copies to the host that wait."""
         self._counters.step.fallbacks += 1
         self._counters.event("CPU fallback", operation.decode())
 
@@ -65,9 +65,9 @@ class Card:
 
     @contextmanager
     def tracing(self) -> Iterator[list[str]]:
-        """Yield a list. When the block ends, its launches are appended to the list in order.
+        """Yield a list to which the launches in the block are appended, in order, when the block ends.
 
-        Each operator and each graph has a line. The operators of a graph follow its line, indented.
+        Each operator and each graph has one line. A graph's operators follow its line and are indented.
         """
         lines: list[str] = []
         self._library.emulated_cann_trace(ctypes.c_bool(True))
