@@ -19,6 +19,7 @@ OSL ?= 64
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
+MODE ?=
 VENDOR ?=
 VLLM ?=
 UV ?= uv
@@ -160,7 +161,7 @@ verify-next: $(VENV)/.stamp-dev  ## test another vLLM release on the emulated Ga
 	@$(BIN)/python -m tests.verify_next '$(VLLM)'
 
 # No set-up: on a card's machine the Python of the vendor's image is the one that has torch for it.
-verify_device = python=$(BIN)/python; [ -x "$$python" ] || python=python3; "$$python" -m tests.verify_device $(1) $(ARGS)
+verify_on = python=$(BIN)/python; [ -x "$$python" ] || python=python3; "$$python" -m tests.$(1) $(ARGS)
 
 # No set-up: torch 2.11 with the rest is an environment of the user's.
 .PHONY: verify-torch211
@@ -179,12 +180,12 @@ verify-optimum: $(VENV)/.stamp-dev  ## run optimum-habana's text generation on t
 	@$(BIN)/python -m tests.vendor optimum-habana
 
 .PHONY: verify-gaudi
-verify-gaudi:  ## test on a Gaudi: full tests, and its counts beside the emulator's (ARGS=--rehearse needs no card)
-	@$(call verify_device,gaudi)
+verify-gaudi:  ## test on a Gaudi: full tests, and its counts beside the emulator's (MODE=compile compiles graphs only; ARGS=--rehearse; neither needs a card)
+	@$(call verify_on,$(if $(MODE),verify_$(MODE),verify_device gaudi))
 
 .PHONY: verify-ascend
 verify-ascend:  ## test on an Ascend NPU: the same
-	@$(call verify_device,ascend)
+	@$(call verify_on,verify_device ascend)
 
 .PHONY: lint
 lint: $(VENV)/.stamp-dev  ## check with ruff, import-linter, mypy, and linters of markdown and the Dockerfile

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
-from tests.full_tests.engines import Job, data_parallel, generate
+from tests.full_tests.engines import Job, data_parallel, engine, generate
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.speculation import ngram, speculating
 from tests.full_tests.test_distributed import (
@@ -25,6 +26,7 @@ from tests.full_tests.test_distributed import (
     setup_of,
 )
 from tests.full_tests.tiny_models import VOCAB
+from vllm_gaudi_spec.device_table import describe_device
 from vllm_gaudi_spec.self_test.run import COLLECTIVES
 
 __all__ = ["deepseek", "even", "said", "setup_of"]  # fixtures
@@ -49,6 +51,25 @@ def test_whole_drafter_on_each_card(method: str, setup_of: Callable[[str], Setup
         for rank in llm.collective_rpc("step_report"):
             assert rank["device"]["emulator"]["total"]["collectives"] > 0
     check(given, outputs, said, f"2 cards, {method}, drafter on each", least_accepted=1)
+
+
+@pytest.mark.skipif(describe_device() != {"device": "hpu-emulated", "mode": "lazy"}, reason="refused or not read there")
+def test_long_prompts_in_chunks_give_the_same_bits(looping_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row-parallel layers split forwards of 32 tokens or more into three parts, each with an all-reduce of its own."""
+    monkeypatch.setenv("VLLM_ROW_PARALLEL_CHUNK_THRESHOLD", "32")
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=5, prompt_logprobs=5)
+    found, collectives = [], []
+    for num_chunks in ("1", "3"):
+        monkeypatch.setenv("VLLM_ROW_PARALLEL_CHUNKS", num_chunks)
+        with engine(looping_llama, tensor_parallel_size=2, **SIZES) as llm:
+            before = llm.collective_rpc("step_report")[0]["device"]["emulator"]["total"]["collectives"]
+            outputs = generate(llm, random_prompts([3, 33, 90], VOCAB), params)
+            after = llm.collective_rpc("step_report")[0]["device"]["emulator"]["total"]["collectives"]
+            ranks_agree(llm, 2)
+        collectives.append(after - before)
+        found.append([(each.prompt_logprobs, each.outputs[0].logprobs) for each in outputs])
+    assert found[0] == found[1]
+    assert collectives[1] > collectives[0]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

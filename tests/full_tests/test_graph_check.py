@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests import verify_compile
 from tests.support.processes import run
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +28,21 @@ def test_clean_engine_is_reported_clean(tiny_llama: str, tmp_path: Path) -> None
     assert mixed["steps"] >= mixed["host_syncs"] > 4
     assert mixed["kv_bytes_read"] > 0
     assert result["graphs"]["captured"] > result["graphs"]["never_used"]
+
+
+def test_compile_only_mode_runs_every_job_of_the_warm_up(
+    tiny_llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Above the emulated card; tests/unit/project/test_verify_compile.py tests what stands in for a real one."""
+    monkeypatch.setattr(verify_compile, "OUT", tmp_path / "out")
+    options = (*SMALL, "--max-model-len", "128")
+    monkeypatch.setattr(sys, "argv", ["verify_compile.py", "--rehearse", tiny_llama, *options])
+    status = verify_compile.main()
+    assert status == 0, (tmp_path / "out" / "engine.log").read_text()[-2000:]
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert {"decodes", "prompt chunks", "sampling passes"} <= report["runs"].keys()
+    assert (report["faults"], report["recipes"], report["fallbacks"]) == ([], [], {})
+    assert "falls back to the CPU: nothing" in capsys.readouterr().out
 
 
 def graph_check(*arguments: str, speculation: dict[str, Any]) -> tuple[int, str]:

@@ -44,6 +44,13 @@ class Variable(NamedTuple):
             raise UnsupportedConfigError(f"{self.name}={found} is unknown; use {' or '.join(values)}.")
         return found
 
+    def parse_integer(self, least: int) -> int:
+        """Return the value or the default, which must be an integer of at least `least`."""
+        value = self.value_or_default
+        if not value.isdecimal() or int(value) < least:
+            raise UnsupportedConfigError(f"{self.name} must be an integer of {least} or more, got {value}.")
+        return int(value)
+
 
 DEVICE = Variable(
     "VGS_DEVICE", "the first Gaudi or NPU found, else cpu", "the device, such as hpu or cuda; errors list all names"
@@ -95,6 +102,14 @@ GRAPH_MEMORY = Variable(
 )
 LAYERS_OF_A_RECIPE = Variable(
     "VLLM_CONFIG_HIDDEN_LAYERS", "1", "on a Gaudi: how many decoder layers are compiled together; 0 for all of them"
+)
+ROW_PARALLEL_CHUNKS = Variable(
+    "VLLM_ROW_PARALLEL_CHUNKS",
+    "1",
+    "on several Gaudis in lazy mode: into how many chunks row-parallel layers split long prompts",
+)
+ROW_PARALLEL_CHUNK_THRESHOLD = Variable(
+    "VLLM_ROW_PARALLEL_CHUNK_THRESHOLD", "8192", "on a Gaudi: the tokens from which a forward is split in this way"
 )
 VISIBLE_GAUDIS = Variable("HABANA_VISIBLE_DEVICES", "all", "in a container: which Gaudis it sees")
 VISIBLE_MODULES = Variable("HABANA_VISIBLE_MODULES", "all", "which Gaudis this process may open, by module")
@@ -309,10 +324,16 @@ def gaudi_memory_reserve() -> float:
 
 def gaudi_layers_of_a_recipe() -> int:
     """Return the number of decoder layers per recipe from vllm-gaudi's variable, or 0 for all layers."""
-    value = LAYERS_OF_A_RECIPE.value_or_default
-    if not value.isdecimal():
-        raise UnsupportedConfigError(f"{LAYERS_OF_A_RECIPE.name} must be an integer of 0 or more, got {value}.")
-    return int(value)
+    return LAYERS_OF_A_RECIPE.parse_integer(0)
+
+
+def gaudi_chunks() -> tuple[int, int]:
+    """Return the number of chunks of a long prompt, and the tokens that make it long, from vllm-gaudi's variables."""
+    num_chunks = ROW_PARALLEL_CHUNKS.parse_integer(1)
+    if num_chunks > 1 and not gaudi_is_lazy():
+        reason = "compiled mode waits for each collective"
+        raise UnsupportedConfigError(f"{ROW_PARALLEL_CHUNKS.name}={num_chunks} has no use, since {reason}; unset it.")
+    return num_chunks, ROW_PARALLEL_CHUNK_THRESHOLD.parse_integer(1)
 
 
 def emulated_generation() -> str:

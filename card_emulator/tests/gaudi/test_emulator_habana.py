@@ -63,8 +63,9 @@ def test_h13_metrics_and_names(card: Any) -> None:
         x + 1
         htcore.mark_step()
     assert metric.stats()[0] == ("TotalNumber", 1)
-    x.mode()
-    assert metric_global("cpu_fallback").stats()[1] == ("FallbackOps", ["aten.mode.default"])
+    for _ in range(2):
+        x.mode()
+    assert metric_global("cpu_fallback").stats()[1] == ("FallbackOps", {"aten.mode.default": 2})
 
 
 def test_p02_estimates_of_a_step(card: Any) -> None:

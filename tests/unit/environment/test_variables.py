@@ -65,6 +65,21 @@ def test_vendors_numbers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         environment.gaudi_layers_of_a_recipe()
 
 
+def test_chunks_of_row_parallel_layers_need_lazy_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_ROW_PARALLEL_CHUNKS", "VLLM_ROW_PARALLEL_CHUNK_THRESHOLD"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
+    assert environment.gaudi_chunks() == (1, 8192)
+    monkeypatch.setenv("VLLM_ROW_PARALLEL_CHUNKS", "4")
+    with pytest.raises(UnsupportedConfigError, match="VLLM_ROW_PARALLEL_CHUNKS=4 has no use, since compiled mode"):
+        environment.gaudi_chunks()
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
+    assert environment.gaudi_chunks() == (4, 8192)
+    monkeypatch.setenv("VLLM_ROW_PARALLEL_CHUNKS", "0")
+    with pytest.raises(UnsupportedConfigError, match="VLLM_ROW_PARALLEL_CHUNKS must be an integer of 1 or more, got 0"):
+        environment.gaudi_chunks()
+
+
 @pytest.mark.parametrize("value", ["10%", "10", "-1", "1", "nan"])
 def test_graph_memory_outside_0_to_1_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused where the configuration is checked, before a model is loaded."""

@@ -29,6 +29,7 @@ from vllm_gaudi_spec.devices.hpu import compared
 from vllm_gaudi_spec.devices.hpu import fp8 as hpu_fp8
 from vllm_gaudi_spec.devices.hpu.bridge import Bridge, open_bridge
 from vllm_gaudi_spec.devices.hpu.captured import CapturedFunction
+from vllm_gaudi_spec.devices.hpu.communicator import split_long_prompts
 from vllm_gaudi_spec.environment import gaudi_is_lazy, gaudi_layers_of_a_recipe, gaudi_memory_reserve
 from vllm_gaudi_spec.upstream.kv_cache import AttentionLayerBase
 
@@ -352,6 +353,7 @@ class HpuWeights(Weights):
             model.to(TRAITS.torch_device)
             _move_plain_tensors(model, TRAITS.torch_device)
         mark_layers(model, self._bridge.mark_step, gaudi_layers_of_a_recipe())
+        split_long_prompts(model)
         # Wait for the copies. Nothing is derived from weights, because graphs read them in place.
         self._bridge.mark_step()
         _hpu().synchronize()

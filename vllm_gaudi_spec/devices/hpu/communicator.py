@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from vllm_gaudi_spec.devices.common.even_exchange import EvenExchange
+from vllm_gaudi_spec.environment import gaudi_chunks
+from vllm_gaudi_spec.upstream.layers import RowParallelLinear
 
 
 class HpuCommunicator(EvenExchange):
@@ -38,3 +44,25 @@ class HpuCommunicator(EvenExchange):
 
 def _end_graph() -> None:
     importlib.import_module("habana_frameworks.torch").core.mark_step()
+
+
+def split_long_prompts(model: nn.Module) -> None:
+    """Let row-parallel layers compute long prompts in chunks if VLLM_ROW_PARALLEL_CHUNKS selects it.
+
+    The all-reduce of a chunk then overlaps with the next chunk's matrix product. In lazy mode, waiting for a collective
+    only ends the graph, and a recipe waits for those collectives whose results it reads (bridge 1.19,
+    process_group_lazy_hccl.cpp and hccl_kernels.cpp).
+    """
+    num_chunks, least_tokens = gaudi_chunks()
+    for module in model.modules():
+        if num_chunks > 1 and isinstance(module, RowParallelLinear) and module.reduce_results and module.tp_size > 1:
+            module.forward = partial(_forward_in_chunks, module.forward, num_chunks, least_tokens)
+
+
+def _forward_in_chunks(forward: Callable[..., Any], num_chunks: int, least_tokens: int, input_: torch.Tensor) -> Any:
+    if input_.shape[0] < least_tokens:
+        return forward(input_)
+    results = [forward(chunk) for chunk in input_.chunk(num_chunks)]
+    if isinstance(results[0], torch.Tensor):
+        return torch.cat(results)
+    return torch.cat([output for output, _ in results]), results[0][1]  # with the bias that the caller adds

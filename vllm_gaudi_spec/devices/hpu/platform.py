@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.environment import gaudi_layers_of_a_recipe, gaudi_memory_reserve, set_gaudi_defaults
+from vllm_gaudi_spec.environment import gaudi_chunks, gaudi_layers_of_a_recipe, gaudi_memory_reserve, set_gaudi_defaults
 from vllm_gaudi_spec.platforms.base import CapturingPlatform
 
 if TYPE_CHECKING:
@@ -30,8 +30,9 @@ class HpuSpecPlatform(CapturingPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         set_gaudi_defaults()
-        gaudi_memory_reserve()  # both calls reject unknown values
+        gaudi_memory_reserve()  # these three calls reject unknown values
         gaudi_layers_of_a_recipe()
+        gaudi_chunks()
         _refuse_float16(vllm_config)
         super().check_and_update_config(vllm_config)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
@@ -138,8 +139,12 @@ class Metric:
     def stats(self) -> Stats:
         number = self._now() - self._base
         if self.name == "cpu_fallback":
-            ops = sorted({event.what for event in DEVICE.counters.events if event.kind == "CPU fallback"})
-            return [("TotalNumber", number), ("FallbackOps", ops)]
+            # A number for each operator, as in bridge 1.19, hpu/metrics/metrics.py.
+            counted: Counter[str] = Counter()
+            for event, count in DEVICE.counters.events.items():
+                if event.kind == "CPU fallback":
+                    counted[event.what] += count
+            return [("TotalNumber", number), ("FallbackOps", dict(counted))]
         return [("TotalNumber", number), ("TotalTime", 0), ("AvgTime", 0)]
 
 
