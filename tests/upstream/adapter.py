@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
     skip.Exception = original.Exception  # some tests catch it
     pytest.skip = skip
+    from PIL import Image
+    from vllm.assets.image import ImageAsset
+
+    from tests import utils
+
+    utils.get_attn_backend_list_based_on_platform = lambda: ["AUTO"]  # it knows GPUs; register() drops the choice
+    ImageAsset.pil_image = property(lambda _: Image.new("RGB", (64, 64)))  # modules load pictures when imported
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
@@ -97,6 +105,44 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = [item for item in items if _is_chosen(*_file_and_case(item.nodeid))]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
+    for module in {item.module for item in items}:
+        with suppress(OSError):  # a name without a stand-in, on which its cases fail
+            _fit(module)
+
+
+def _fit(module: Any) -> None:
+    """Give a module the tokens and labels of the stand-in where it has those of the published model."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    name, given = getattr(module, "MODEL_NAME", ""), vars(module)
+    for text, tokens in (("prompt", "prompt_token_ids"), ("input_text", "input_tokens")):
+        if isinstance(given.get(text), str) and tokens in given:
+            given[tokens] = AutoTokenizer.from_pretrained(name)(given[text]).input_ids
+    if "num_labels" in given:
+        given["num_labels"] = AutoConfig.from_pretrained(name).num_labels
+    if "evaluate_llm_for_gsm8k" in given:
+        from tests.evals.gsm8k import gsm8k_eval
+
+        gsm8k_eval.load_gsm8k_data = lambda: (_sums(10), _sums(100))
+        given["evaluate_llm_for_gsm8k"] = _evaluate
+
+
+def _sums(count: int) -> list[dict[str, str]]:
+    return [{"question": f"What is {n} and {n + 1}?", "answer": f"#### {2 * n + 1}"} for n in range(count)]
+
+
+def _evaluate(llm: Any, expected_accuracy_threshold: float = 0.0) -> None:
+    """Compare greedy texts with those of transformers: the accuracy of a stand-in says nothing."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from vllm import SamplingParams
+
+    model = AutoModelForCausalLM.from_pretrained(llm.llm_engine.model_config.model, dtype=torch.float32)
+    prompts = [f"{sum_['question']} Answer:" for sum_ in _sums(8)]
+    for output in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)):
+        given = torch.tensor([output.prompt_token_ids])
+        expected = model.generate(given, max_new_tokens=16, min_new_tokens=16, do_sample=False)
+        assert list(output.outputs[0].token_ids) == expected[0, given.shape[1] :].tolist()
 
 
 def pytest_collection_finish() -> None:

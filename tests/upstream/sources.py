@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,17 +81,22 @@ def unpack(folder: Path) -> None:
 
 def write_hub(names: dict[str, list[str]], folder: Path) -> None:
     """`names`: kind of stand-in -> names that mean it. A kind is a folder of demo/tiny, `lora`, or a case of
-    tests/models."""
+    tests/models, with the fields of its configuration that differ (`bert hidden_size=384`)."""
     shutil.rmtree(folder, ignore_errors=True)
     for kind, meant in names.items():
-        model = folder / "stand-ins" / kind
+        model = folder / "stand-ins" / kind.replace(" ", "-")
         if kind == "lora":
             _write_adapter(model)
         elif (DEMO / kind).is_dir():
             _copy_demo(DEMO / kind, model)
         else:
-            made = checkpoints.make(kind, ARCHITECTURES[kind], ROOT / ".verify" / "models" / "checkpoints")
-            shutil.copytree(made, model)
+            case, *fields = kind.split()
+            recipe = ARCHITECTURES[case]
+            config = recipe.config | {name: json.loads(value) for name, value in (one.split("=") for one in fields)}
+            cache = ROOT / ".verify" / "models" / "checkpoints"
+            shutil.copytree(checkpoints.make(case, replace(recipe, config=config), cache), model)
+            if recipe.pooling == "embed":
+                _write_modules(model, config["hidden_size"])
         for name in meant:
             _link(name, model, folder / "hub")
 
@@ -122,6 +128,20 @@ def _copy_demo(model: Path, folder: Path) -> None:
         path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": MAX_LEN}))
         generation = {"bos_token_id": 0, "eos_token_id": 0, "max_new_tokens": 64}
         (folder / "generation_config.json").write_text(json.dumps(generation))
+
+
+def _write_modules(folder: Path, hidden: int) -> None:
+    """Write what sentence-transformers and vLLM read: the vector of a text is the mean of its tokens', normalized."""
+    kinds = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": hidden, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (folder / "2_Normalize").mkdir()
 
 
 def _write_adapter(folder: Path) -> None:
