@@ -516,11 +516,6 @@ class SmallEngine:
             self.texts[sent.request_id] += sent.new_token_ids
             if sent.finish_reason is not None:
                 self.ended.add(sent.request_id)
-        if not self.variant.overlap and scheduled.total_num_scheduled_tokens:
-            with torch.inference_mode():
-                drafts = self.runner.take_draft_token_ids()
-            if drafts is not None:
-                self.scheduler.update_draft_token_ids(drafts)
         self._check_tokens()
 
     def finish(self) -> None:

@@ -94,9 +94,11 @@ class ModelRunner(RunnerParts):
         return self.report if self.async_scheduling else self.read(self.report, max_drafts)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Return the drafts that follow the latest step that the host has read, or None if they stay on the device."""
+        """Return the drafts that follow the latest step that the host has read, if a grammar must check them."""
         report = self.report
-        if report is None or report.step is None or not self.host_needs_drafts(report.step.requests):
+        if not self.async_scheduling or report is None or report.step is None:
+            return None  # without async scheduling, the step's output contains its drafts
+        if not self.host_needs_drafts(report.step.requests):
             return None
         return self.drafting.get_draft_token_ids(report.step)
 
@@ -249,6 +251,7 @@ class ModelRunner(RunnerParts):
         if isinstance(output, SpeculativeOutput):
             output.why.update(dict.fromkeys(outgrown, NoDraftReason.LENGTH))
             output.draft_rounds += self.drafting.take_rounds()
+            output.draft_token_ids = self.drafting.get_draft_token_ids(step)
         return output
 
     def step_report(self) -> dict[str, object]:

@@ -277,6 +277,8 @@ class _Speculating(Scheduler):
                 )
             self._observe(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if isinstance(model_runner_output, SpeculativeOutput) and model_runner_output.draft_token_ids is not None:
+            self.update_draft_token_ids(model_runner_output.draft_token_ids)
         if self._audits is not None and (ours := outputs.pop(AUDITOR, None)) is not None:
             self._take_audits(self._audits, ours, outputs)
         return outputs

@@ -56,6 +56,7 @@ from vllm_gaudi_spec.upstream.server import (
     refuse_params_before_verification,
     refuse_streamed_inputs,
     refuse_tokenized_params,
+    take_drafts_from_outputs,
 )
 from vllm_gaudi_spec.upstream.speculators_format import mend_speculators_format
 from vllm_gaudi_spec.upstream.views import (
@@ -79,6 +80,7 @@ def apply() -> None:
     end_engines_with_their_server()
     end_engines_with_their_threads()
     raise_when_the_engine_is_gone()
+    take_drafts_from_outputs()
     leave_idle_work_at_shutdown()
     guard_every_path()
     refuse_streamed_inputs()
