@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
-
 from vllm_gaudi_spec.graphs import drafts_signature, report_sizes
 from vllm_gaudi_spec.outputs import CountedOutput, DrafterStatus, SpeculativeOutput
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, NoDraftReason, Planned, Request, SampledRows, StepResult
@@ -51,9 +49,9 @@ class ModelRunner(RunnerParts):
             return idle
         self.scheduled = scheduled
         num_drafts = self.max_scheduled_drafts(scheduled)
-        self.pending = plan_batches(scheduled, self.requests, self.shapes, num_drafts, self.drafting.lookahead)
+        pending = plan_batches(scheduled, self.requests, self.shapes, num_drafts, self.drafting.lookahead)
         max_drafts = self.max_drafts_after(scheduled)
-        self.batches = [self.make_batch(planned, max_drafts) for planned in self.fit(self.pending)]
+        self.batches = [self.make_batch(planned, max_drafts) for planned in self.fit(pending)]
         for batch in self.batches:
             if batch.shape.phase == PREFILL:
                 num_tokens = sum(batch.counts)
@@ -62,6 +60,7 @@ class ModelRunner(RunnerParts):
             self.forward(batch)
         for extension in self.extensions:
             extension.after_forwards(scheduled)
+        self.pending = pending
         return None if self.pooling is None else self.pool(self.pooling)
 
     def pool(self, pooling: Pooling) -> ModelRunnerOutput:
@@ -78,11 +77,14 @@ class ModelRunner(RunnerParts):
             self.forward(self.make_batch(planned))
         self.backend.graphs.step_done()
 
-    def sample_tokens(self, constraints: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Verify drafts, advance the requests, report the results, and propose new drafts."""
+    def sample_tokens(self, constraints: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        """Verify drafts, advance the requests, report the results, and propose new drafts.
+
+        Return None if `execute_model` failed. vLLM, which may not have seen that error yet, then raises it.
+        """
         pending, self.pending = self.pending, []
         if not pending:
-            return EMPTY_MODEL_RUNNER_OUTPUT
+            return None
         self.recorder.step_done()
         max_drafts = self.max_drafts_after(self.scheduled)
         grammars = {} if constraints is None else read_grammars(constraints, self.scheduled)
