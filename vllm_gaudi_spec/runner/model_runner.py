@@ -15,6 +15,7 @@ from vllm_gaudi_spec.sampling.grammars import Grammar, read_grammars
 from vllm_gaudi_spec.sampling.params import SamplePass
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
@@ -140,11 +141,12 @@ class ModelRunner(RunnerParts):
         """Return the maximum number of drafts that this step may verify for each request.
 
         With async scheduling, a -1 in the scheduler's output is a placeholder for a draft that exists only on the
-        device. Without async scheduling, it is padding.
+        device. Without async scheduling, it is padding, and all pipeline stages verify exactly the other drafts.
         """
         by_id = scheduled.scheduled_spec_decode_tokens
-        paddings = 0 if self.async_scheduling else 1
-        counts = [len(tokens) - paddings * tokens.count(-1) for tokens in by_id.values()]
+        if not self.async_scheduling:
+            return {req_id: len(tokens) - tokens.count(-1) for req_id, tokens in by_id.items()}
+        counts = [*map(len, by_id.values())]
         max_drafts = self.drafting.cap_scheduled_drafts([self.requests.by_id[req_id] for req_id in by_id], counts)
         return dict(zip(by_id, max_drafts.tolist(), strict=True))
 
@@ -163,11 +165,12 @@ class ModelRunner(RunnerParts):
             batch = extension.add_to(batch)
         return batch
 
-    def compute(self, batch: Batch) -> None:
+    def compute(self, batch: Batch) -> torch.Tensor | None:
+        """Run the target on a batch. Return its output if it is for the next pipeline stage."""
         self.recorder.saw(batch.shape)
-        shape, inputs = batch.shape, (batch.inputs, batch.multimodal, batch.token_types_T)
+        shape, inputs = batch.shape, (batch.inputs, batch.multimodal, batch.token_types_T, batch.received_TW)
         from_start = self.shapes.begins_at_start(shape)
-        self.device_step.forward(shape.phase, shape.queries, from_start, *inputs)
+        return self.device_step.forward(shape.phase, shape.queries, from_start, *inputs)
 
     def forward(self, batch: Batch) -> None:
         """Run the target on a batch, then everything that must read its hidden states before the next forward pass."""

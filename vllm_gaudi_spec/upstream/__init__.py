@@ -42,7 +42,7 @@ from vllm_gaudi_spec.upstream.messages import (
     share_vllm_logging,
 )
 from vllm_gaudi_spec.upstream.metrics import carry_metrics, list_metrics_of_ours
-from vllm_gaudi_spec.upstream.ranks import ray_workers, tensor_parallel_group
+from vllm_gaudi_spec.upstream.ranks import pipeline_group, ray_workers, tensor_parallel_group
 from vllm_gaudi_spec.upstream.server import (
     answer_bad_media,
     end_engines_with_their_server,
