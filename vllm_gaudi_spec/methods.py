@@ -42,6 +42,8 @@ class Method:
     """Whether the target's checkpoint contains the drafter's layers, so that users do not have to name a model."""
     remembers_requests: bool = False
     """Whether the drafter also uses the tokens of finished requests."""
+    runs_on_last_stage: bool = False
+    """Whether the method was tested with pipeline parallelism."""
     options: tuple[str, ...] = ()
     """Options in `speculative_config` that are rejected with other methods, unless those methods list them too."""
     in_vllm: bool = False
@@ -66,6 +68,7 @@ _NGRAM = Method(
     proposer="ngram.NgramProposer",
     about="drafts what came after the same words before",
     on_device=False,
+    runs_on_last_stage=True,
     options=("prompt_lookup_max", "prompt_lookup_min"),
     in_vllm=True,
 )
@@ -89,6 +92,7 @@ METHODS = {
         about="drafts the likeliest continuation of words seen before",
         on_device=False,
         remembers_requests=True,
+        runs_on_last_stage=True,
         options=(
             "suffix_decoding_max_tree_depth",
             "suffix_decoding_max_cached_requests",
@@ -111,10 +115,11 @@ METHODS = {
         on_device=True,
         has_model=True,
         has_kv=True,
+        runs_on_last_stage=True,
         options=("parallel_drafting",),
         in_vllm=True,
     ),
-    "eagle": _HEAD,
+    "eagle": replace(_HEAD, runs_on_last_stage=True),
     EAGLE3: replace(
         _HEAD,
         reads_layers=True,

@@ -22,7 +22,7 @@ from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.recurrent.states import RecurrentStates
 from vllm_gaudi_spec.recurrent.table import has_states
 from vllm_gaudi_spec.upstream.attention_backend import AttentionType, set_forward_context
-from vllm_gaudi_spec.upstream.distributed import get_tp_group
+from vllm_gaudi_spec.upstream.distributed import get_pcp_group, get_pp_group, get_tp_group
 from vllm_gaudi_spec.upstream.kv_cache import (
     AttentionLayerBase,
     AttentionSpec,
@@ -72,6 +72,23 @@ def _replace_layers(model_config: ModelConfig, backend: DeviceBackend) -> None:
         importlib.import_module("vllm_gaudi_spec.attention.encoders")
 
 
+def join_stage_tensors(output: Any) -> Any:
+    """Return the tensors that an early pipeline stage computes as one, [T, W], or another model's output as it is."""
+    if not isinstance(output, IntermediateTensors):
+        return output
+    return torch.cat([part_TH for _, part_TH in sorted(output.tensors.items())], dim=1)
+
+
+def _get_stage_sizes(model: Any, model_config: ModelConfig) -> dict[str, int]:
+    empty = model.make_empty_intermediate_tensors(1, model_config.dtype, torch.device("cpu"))
+    if any(part_TH.dim() != 2 for part_TH in empty.tensors.values()):
+        raise UnsupportedConfigError(
+            f"Stages of {model_config.model} exchange several vectors per token in one tensor, which is not supported; "
+            "use --pipeline-parallel-size 1."
+        )
+    return {name: part_TH.shape[1] for name, part_TH in sorted(empty.tensors.items())}
+
+
 class LoadedModel:
     """A model with its attention layers, KV binding, recurrent states and adapters."""
 
@@ -93,13 +110,15 @@ class LoadedModel:
             load_config: The load configuration, if it differs from the one in `vllm_config`.
             adapt: Modifies the model before it is prepared for the device.
             quantization: Quantizes or measures the model after `adapt`.
-            group: The ranks across which the model is sharded. Defaults to the target's tensor-parallel group.
+            group: The ranks across which a drafter is sharded. None for the target, which is sharded across all ranks.
         """
         self.model_config = model_config = model_config or vllm_config.model_config
         self.load_config = load_config or vllm_config.load_config
         self.vllm_config = vllm_config
         self._backend = backend
         self.group = group or get_tp_group()
+        # A drafter runs on one stage. With context parallelism refused, the other group has only this rank.
+        self.stages = get_pp_group() if group is None else get_pcp_group()
         self._packs = not backend.traits.captures
         self._is_in_step = ranks_in_step(vllm_config, model_config) > 1
         # A head may run on one rank, but it runs in the forward context of its target, which needs token counts for all
@@ -108,10 +127,10 @@ class LoadedModel:
         self._returns_hidden_states = False
         self.output_ids: torch.Tensor | None = None
         """int64: target token IDs for which there are logits, or None if the logits cover the whole vocabulary."""
-        self.set_outputs(lambda output, inputs: Hidden(output))
+        self.set_outputs(lambda output, inputs: Hidden(join_stage_tensors(output)))
         _replace_layers(model_config, backend)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
-        with upstream.tensor_parallel_group(self.group):
+        with upstream.tensor_parallel_group(self.group), upstream.pipeline_group(self.stages):
             with (
                 upstream.device_type_while_loading(self.load_config.device),
                 backend.weights.loading(quantization.quant_config) if quantization else nullcontext(),
@@ -119,6 +138,8 @@ class LoadedModel:
                 self.model = get_model(
                     vllm_config=vllm_config, model_config=model_config, prefix=prefix, load_config=load_config
                 )
+            self.stage_sizes = {} if self.stages.world_size == 1 else _get_stage_sizes(self.model, model_config)
+            """Maps each tensor that pipeline stages exchange to its number of elements per token."""
             upstream.suppress_tokens_by_bias(self.model, model_config.dtype)
             if adapt is not None:
                 adapt(self.model)
@@ -305,7 +326,7 @@ class LoadedModel:
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
         """Return hidden states [T, H] and write the KV of all real tokens.
 
-        `carried_TH` contains the target's hidden states that a head reads.
+        `carried_TH` contains the target's hidden states that a head reads, or the previous pipeline stage's output.
         """
         # Ranks that run in lockstep compute the same number of tokens, without knowing how many are real on others.
         packs = self._packs and not self._is_in_step
@@ -339,6 +360,7 @@ class LoadedModel:
         on_each = torch.full((num_ranks,), num_tokens, dtype=torch.int32) if num_ranks > 1 else None
         with (
             upstream.tensor_parallel_group(self.group),
+            upstream.pipeline_group(self.stages),
             set_forward_context(metadata, self.vllm_config, num_tokens, on_each, slot_mapping=slots),
         ):
             with self.counting(inputs), self._apply_adapters(inputs.adapters_T):
@@ -359,6 +381,8 @@ class LoadedModel:
         positions = inputs.positions_T if inputs.rotary is None else inputs.rotary
         if inputs.token_types_T is not None:
             return self.model(tokens_T, positions, token_type_ids=inputs.token_types_T)
+        if carried_TH is not None and self.stage_sizes:
+            return self.model(tokens_T, positions, intermediate_tensors=self._split_stage_tensors(carried_TH))
         if carried_TH is not None:
             layer = {"spec_step_idx": inputs.head_layer} if inputs.head_layer else {}
             return self.model(tokens_T, positions, carried_TH, **layer)
@@ -371,6 +395,13 @@ class LoadedModel:
         # Call the inner model, because vLLM's outer class would read `deeper` from its own buffers.
         return self.model.language_model.model(
             raw_T, positions, inputs_embeds=embeddings_TH, deepstack_input_embeds=deeper
+        )
+
+    def _split_stage_tensors(self, joined_TW: torch.Tensor) -> IntermediateTensors:
+        """Undo `join_stage_tensors`. The parts are copies, because layers write to them."""
+        parts = joined_TW.split([*self.stage_sizes.values()], dim=1)
+        return IntermediateTensors(
+            {name: part_TH.contiguous() for name, part_TH in zip(self.stage_sizes, parts, strict=True)}
         )
 
     def _embed(

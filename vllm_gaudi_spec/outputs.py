@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from vllm_gaudi_spec.records import DraftRound, NoDraftReason, WorkerCounts
 from vllm_gaudi_spec.upstream.scheduler import SchedulerOutput
@@ -75,3 +75,5 @@ class SpeculativeOutput(CountedOutput):
     """Maps requests without drafts to a `NoDraftReason` that the scheduler cannot determine."""
     draft_rounds: list[DraftRound] = field(default_factory=list)
     """The results of drafting that has finished since the previous step."""
+    draft_token_ids: DraftTokenIds | None = None
+    """The drafts for the next step. None with async scheduling, where they stay on the device."""

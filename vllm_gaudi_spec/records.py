@@ -140,6 +140,8 @@ class Batch(Planned):
     multimodal: MultimodalInputs | None = None
     token_types_T: torch.Tensor | None = None
     """int32 [B * Q]: which of its request's two texts a token belongs to. None if no request has two texts."""
+    received_TW: torch.Tensor | None = None
+    """The previous pipeline stage's output (`model.join_stage_tensors`). None on the first stage."""
 
 
 class PositionList(NamedTuple):

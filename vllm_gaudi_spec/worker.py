@@ -25,6 +25,7 @@ from vllm_gaudi_spec.refusals.features import refuse_new_weights, refuse_sleep
 from vllm_gaudi_spec.runner.extensions.pooling import list_tasks
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 from vllm_gaudi_spec.runner.profile import peak_bytes
+from vllm_gaudi_spec.runner.stages import EarlyStage
 from vllm_gaudi_spec.runner.warmup import warm_up
 from vllm_gaudi_spec.self_test.result import ASYNC_SCHEDULING, KV_FROM_FREE_MEMORY, KV_IN_FP8, SPECULATION
 from vllm_gaudi_spec.self_test.run import check_device_once
@@ -103,7 +104,8 @@ class Worker(WorkerBase):
             "Device %s, mode %s, %s.", self.backend.traits.name, self.backend.traits.mode, self.model_config.dtype
         )
         self._test_device()
-        self.model_runner = ModelRunner(self.vllm_config, self.backend, shows_progress=self.is_driver_worker)
+        runner = ModelRunner if get_pp_group().is_last_rank else EarlyStage
+        self.model_runner = runner(self.vllm_config, self.backend, shows_progress=self.is_driver_worker)
 
     def _test_device(self) -> None:
         """Run the self-test before spending minutes on loading weights and capturing graphs.
@@ -188,7 +190,7 @@ class Worker(WorkerBase):
         return self.model_runner.execute_model(scheduler_output)
 
     @torch.inference_mode()
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         return self.model_runner.sample_tokens(grammar_output)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

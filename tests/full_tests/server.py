@@ -90,7 +90,8 @@ class Running:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self.stop()
+        if self.process.poll() is None:  # a test may have killed the server
+            self.stop()
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + READY_SECONDS

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.full_tests import quantized
 from tests.full_tests.block_drafters import KINDS, BlockReference, make_drafter
@@ -21,7 +22,6 @@ from vllm_gaudi_spec.config import REQUEST_OPTION
 from vllm_gaudi_spec.drafting import block
 from vllm_gaudi_spec.metrics import ROWS_WITHOUT_DRAFTS
 from vllm_gaudi_spec.quantization import files
-from vllm_gaudi_spec.worker import Worker
 
 K, NUM_TOKENS = 4, 12
 TARGET = target("dflash")
@@ -117,14 +117,13 @@ def check_drafts_on_card(name: str, folder: str, monkeypatch: pytest.MonkeyPatch
     """Graphs do not let a test record logits."""
     reference = BlockReference(folder, TARGET)
     drafts: list[list[int]] = []
-    take = Worker.take_draft_token_ids
+    update = Scheduler.update_draft_token_ids
 
-    def record(worker: Worker) -> Any:
-        taken = take(worker)
+    def record(scheduler: Scheduler, taken: Any) -> None:
         drafts.extend(tokens for tokens in taken.draft_token_ids if tokens)
-        return taken
+        update(scheduler, taken)
 
-    monkeypatch.setattr(Worker, "take_draft_token_ids", record)
+    monkeypatch.setattr(Scheduler, "update_draft_token_ids", record)
     config = dict(method=KINDS[name].method, model=folder, num_speculative_tokens=K)
     options = dict(max_model_len=128, max_num_batched_tokens=64, max_num_seqs=2, async_scheduling=False)
     with speculating(TARGET, config, **options) as llm:

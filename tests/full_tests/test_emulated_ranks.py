@@ -72,6 +72,18 @@ def test_long_prompts_in_chunks_give_the_same_bits(looping_llama: str, monkeypat
     assert collectives[1] > collectives[0]
 
 
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle"])
+def test_two_stages(method: str, setup_of: Callable[[str], Setup], said: Said) -> None:
+    """Each stage's graphs are its own; what stages exchange is the input of a graph. Leaving the engine checks that no
+    stage has compiled anything after its warm-up."""
+    given = setup_of(method)._replace(work=FEW)
+    with speculating(given.target, given.drafter, pipeline_parallel_size=2, **MEASURED, **given.options) as llm:
+        outputs = generate(llm, *FEW)
+        for rank in llm.collective_rpc("step_report"):
+            assert rank["device"]["emulator"]["total"]["collectives"] > 0
+    check(given, outputs, said, f"2 stages, {method}", least_accepted=1)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_fp8_copies_of_the_parts_of_an_output_matrix(
     num_ranks: int, setup_of: Callable[[str], Setup], said: Said

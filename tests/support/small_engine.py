@@ -8,12 +8,12 @@ row that was not cleared, or a length that is off by one changes the row's token
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from vllm.config import VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -43,6 +43,7 @@ from vllm_gaudi_spec.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.recurrent.states import LayerShape, RecurrentStates
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
+from vllm_gaudi_spec.runner.stages import EarlyStage
 from vllm_gaudi_spec.runner.warmup import manifest
 
 BLOCK, MAX_LEN, MAX_ROWS, BUDGET = 4, 64, 4, 20
@@ -67,6 +68,7 @@ class Reads:
     measuring = None
     output_ids = None
     rotary_offsets_R = None
+    stage_sizes: Mapping[str, int] = MappingProxyType({})
     states = None
     reads_slices = True
     model = None
@@ -120,6 +122,35 @@ class Reads:
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
         return _logits(hidden[:, 0].long())
+
+
+class Pipe:
+    """What one stage sends and the next one receives."""
+
+    def __init__(self, is_first_rank: bool, sent: deque[torch.Tensor]) -> None:
+        self.is_first_rank = is_first_rank
+        self.sent = sent
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self.sent.append(tensor.clone())
+
+    def recv(self, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        received = self.sent.popleft()
+        assert (received.shape, received.dtype) == (size, dtype)
+        return received
+
+
+class Continues(Reads):
+    """The last stage of a target whose layers are all on the first stage."""
+
+    def __init__(self, layer: str, vllm_config: VllmConfig) -> None:
+        super().__init__(layer, vllm_config)
+        self.stage_sizes = {"hidden_states": self._size}
+
+    def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
+        assert carried_TH is not None
+        super().forward(inputs)
+        return Hidden(carried_TH)
 
 
 class FillsBlocks(Reads):
@@ -369,6 +400,8 @@ class Variant:
     num_drafts: int = NUM_DRAFTS
     drafter_len: int | None = None
     """Maximum length of the drafter, if it is not the target's."""
+    staged: bool = False
+    """Whether the target has two pipeline stages."""
     rule: str = ""
     """An acceptance rule for probabilistic drafts, in place of the method's rule and drafts."""
 
@@ -377,6 +410,7 @@ class Variant:
         traits = self.backend.traits
         graphs = "compiled" if traits.compiles else "captured" if traits.captures else ""
         states = [f"{self.num_snapshots} snapshots"] if self.num_snapshots else []
+        states += ["two stages"] * self.staged
         return ", ".join([*parts, *([graphs] if graphs else []), *(["adaptive"] * self.adaptive), *states])
 
 
@@ -439,8 +473,11 @@ class SmallEngine:
             rng = random.Random(0)
             step_times.choose = lambda *args, **kwargs: rng.choice(step_times._choices)
         self.runner = ModelRunner(self.vllm_config, _small_backend(variant.backend), shows_progress=False)
-        target = Remembers if variant.num_snapshots else Reads
+        target = Remembers if variant.num_snapshots else Continues if variant.staged else Reads
         self.runner.target = target(_TARGET, self.vllm_config)
+        self.early: EarlyStage | None = None
+        if variant.staged:
+            self.early = self._make_early_stage(kv_cache)
         if variant.num_snapshots:
             self.scheduler.keep_snapshots(variant.num_snapshots)
             self.runner.num_snapshots = variant.num_snapshots
@@ -465,7 +502,17 @@ class SmallEngine:
         self.num_loaded = self.num_resumed = 0
         """Number of requests that started from a snapshot, and of those that had been preempted."""
         self._in_flight: deque[tuple[SpecSchedulerOutput, Any, dict[str, Held]]] = deque()
-        self._depth = 2 if variant.overlap else 1
+        self._depth = 2 if variant.overlap or variant.staged else 1
+
+    def _make_early_stage(self, kv_cache: KVCacheConfig) -> EarlyStage:
+        self.scheduler.use_pp = True
+        early, sent = EarlyStage(self.vllm_config, _small_backend(self.variant.backend), shows_progress=False), deque()
+        early.target, early.drafter = Reads(_TARGET, self.vllm_config), None
+        early.target.stages, self.runner.target.stages = Pipe(True, sent), Pipe(False, sent)
+        with torch.inference_mode():
+            early.initialize_kv_cache(kv_cache)
+        early.recorder.expect(manifest(early))
+        return early
 
     def _put_once(self, put: Callable[..., None], phase: str, queries: int, rows_B: torch.Tensor, *rest: Any) -> None:
         """Store hidden states, after a check that no row has two: the order of writes is undefined on a card."""
@@ -516,11 +563,6 @@ class SmallEngine:
             self.texts[sent.request_id] += sent.new_token_ids
             if sent.finish_reason is not None:
                 self.ended.add(sent.request_id)
-        if not self.variant.overlap and scheduled.total_num_scheduled_tokens:
-            with torch.inference_mode():
-                drafts = self.runner.take_draft_token_ids()
-            if drafts is not None:
-                self.scheduler.update_draft_token_ids(drafts)
         self._check_tokens()
 
     def finish(self) -> None:
@@ -538,6 +580,9 @@ class SmallEngine:
         acceptance = self.scheduler._acceptance
         assert acceptance is None or not acceptance._by_id
         assert bool(self.runner.recorder.unexpected) == self.variant.short_lists
+        if self.early is not None:
+            assert not self.early.recorder.unexpected
+            assert not any(self.early.step_report()["in_use"].values())
 
     def _execute(self, scheduled: SpecSchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         self.num_steps += 1
@@ -545,6 +590,8 @@ class SmallEngine:
         self.num_loaded += len(scheduled.state_loads)
         self.num_resumed += sum(name in self.held for name in scheduled.state_loads)
         self._observe_schedule(scheduled)
+        if self.early is not None and self.early.execute_model(scheduled) is None:
+            assert self.early.sample_tokens(None) is EMPTY_MODEL_RUNNER_OUTPUT
         result = self.runner.execute_model(scheduled)
         self._check_rows()
         return self.runner.sample_tokens(None) if result is None else result

@@ -245,6 +245,7 @@ def backend_of(device: str, *, captures: bool = False) -> Any:
         takes_cpu_weights=device == "cpu",
         takes_quant_config=device in ("cpu", "hpu"),
         simulates_quantization=device == "cpu",
+        runs_stages=device == "cpu",
     )
     weights = SimpleNamespace(missing_kernel=lambda *_: None, fp8_logits=None if device == "cpu" else HostArithmetic)
     return SimpleNamespace(traits=traits, weights=weights)
@@ -319,6 +320,7 @@ def connecting(
     return dict(kv_transfer_config=KVTransferConfig(**config, kv_role="kv_both", kv_load_failure_policy=policy))
 
 
+STAGES: dict[str, Any] = dict(pipeline_parallel_size=2)
 THRESHOLD = "scheduler_config.long_prefill_token_threshold"
 
 # Why a configuration is refused, or None, and what it differs in: its `speculative` configuration, `options` of vLLM,
@@ -430,6 +432,28 @@ REFUSED: list[Any] = [
     (None, dict(options=dict(runner="pooling"))),
     (None, dict(options=dict(runner="pooling", hf_overrides={"is_causal": False}))),
     ("Pooling models are not served on hpu yet", dict(options=dict(runner="pooling"), device="hpu")),
+    # Pipeline parallelism
+    *((None, dict(speculative=given, options=STAGES)) for given in (None, NGRAM, SUFFIX, DRAFT, dict(method="eagle"))),
+    ("not supported with device ascend; use --pipeline-parallel-size 1", dict(options=STAGES, device="ascend")),
+    ("Pipeline .* with --enable-lora; use", dict(options=STAGES | dict(enable_lora=True))),
+    ("Pipeline .* with --kv-transfer-config", dict(options=STAGES | connecting("NixlConnector"))),
+    ("Pipeline .* with --enable-sleep-mode", dict(options=STAGES | dict(enable_sleep_mode=True))),
+    ("Pipeline .* with --logits-processors", dict(options=STAGES | PROCESSORS)),
+    ("Pipeline .* with QUANT_CONFIG", dict(quant="MEASURE", options=STAGES | EXTENSION)),
+    ("Pipeline .* with draft_quant_config", dict(speculative=DRAFT, ours=dict(draft_quant_config="x"), options=STAGES)),
+    ("Pipeline .* with audit_every", dict(speculative=NGRAM, ours=dict(audit_every=10), options=STAGES)),
+    ("Pipeline .* with --data-parallel", dict(options=STAGES, changed={"parallel_config.data_parallel_size": 2})),
+    ("Pipeline .* with pooling models", dict(options=STAGES | dict(runner="pooling"))),
+    ("Pipeline .* with method custom_class", dict(speculative=CUSTOM, options=STAGES)),
+    (
+        "Pipeline .* with method eagle3",
+        dict(speculative=DRAFT, options=STAGES, changed={"speculative_config.method": "eagle3"}),
+    ),
+    ("Pipeline .* with method universal_draft", dict(speculative=UNIVERSAL, options=STAGES)),
+    (
+        "Pipeline .* with enable_adaptive_verification",
+        dict(speculative=NGRAM | dict(enable_adaptive_verification=True), options=STAGES),
+    ),
     # A prompt chunk shorter than a verify step
     *((None, dict(speculative=NGRAM, changed={THRESHOLD: threshold})) for threshold in (0, 4)),
     ("--long-prefill-token-threshold .* set it to 4", dict(speculative=NGRAM, changed={THRESHOLD: 3})),
@@ -832,6 +856,14 @@ def test_async_scheduling_is_on_unless_something_runs_on_the_host(
     disabled = [line for line in said if line.startswith("Async scheduling is disabled")]
     assert len(disabled) == bool(why and asked is not False)
     assert all(why in line for line in disabled)
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_pipeline_stages_are_scheduled_without_async_scheduling(asked: bool | None, tmp_path: Path) -> None:
+    made = engine_config(tmp_path, dict(method="ngram_gpu"), async_scheduling=asked, **STAGES)
+    assert not made.scheduler_config.async_scheduling
+    assert made.scheduler_config.get_scheduler_cls() is SpecScheduler
+    assert made.max_concurrent_batches == 2
 
 
 @pytest.mark.parametrize(("captures", "method"), [(False, "ngram"), (True, "ngram_gpu")])

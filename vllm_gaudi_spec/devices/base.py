@@ -81,6 +81,8 @@ class DeviceTraits:
     costs more than additional shapes."""
     shares_kv_caches: bool = False
     """Whether each layer's KV cache is a single tensor in vLLM's layout, which KV connectors can read and write."""
+    runs_stages: bool = False
+    """Whether pipeline parallelism was tested on the device."""
     selects_keys: bool = False
     """Whether sparse attention, in which an indexer selects the keys, was compared with another implementation."""
     media_models: tuple[str, ...] = ()

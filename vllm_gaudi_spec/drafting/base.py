@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.sampling.branches import Branch
     from vllm_gaudi_spec.sampling.params import Sampling
     from vllm_gaudi_spec.scheduling.limits import RowLimits
+    from vllm_gaudi_spec.step_inputs import RowInputs
 
 
 class HostProposer(Protocol):
@@ -298,7 +299,8 @@ class Drafting:
     def cap_scheduled_drafts(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
         """Return the maximum number of draft tokens for each request on the device, int32.
 
-        The result never exceeds the scheduled number.
+        This is called with async scheduling, where only the device knows the number of drafts, and never exceeds the
+        scheduled number.
         """
         return np.array(num_scheduled, dtype=np.int32)
 
@@ -327,6 +329,11 @@ class Drafting:
         is None if drafts are generated on the device.
         """
         return None
+
+    def put_host_drafts(self, requests: Requests, rows: RowInputs) -> None:
+        """Write the draft tokens from `host_drafts` to the rows' histories. This runs inside a graph."""
+        assert rows.more_BX is not None
+        requests.put_host_drafts(rows.rows_B, rows.more_BX)
 
     def follow(self, batch: Batch) -> None:
         """Update the drafter's KV after the target's forward pass on a batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,8 @@ from vllm_gaudi_spec.methods import METHODS, has_model
 from vllm_gaudi_spec.model import LoadedModel
 from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.records import Hidden
-from vllm_gaudi_spec.upstream.distributed import get_pp_group, get_tp_group
-from vllm_gaudi_spec.upstream.models import get_eagle3_aux_layers_from_config, supports_eagle3
+from vllm_gaudi_spec.upstream.distributed import get_pcp_group, get_tp_group
+from vllm_gaudi_spec.upstream.models import PPMissingLayer, get_eagle3_aux_layers_from_config, supports_eagle3
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -41,7 +42,7 @@ def load_drafter(
         if METHODS[speculation.method].reads_hidden_states:
             unloaded: list[tuple[str, nn.Module]] = []
             with upstream.list_unloaded_matrices(unloaded):
-                head = load_head(speculation.method, vllm_config, backend, target, group)
+                head = load_head(speculation.method, _without_stages(vllm_config), backend, target, group)
             own = set(head.model.modules())  # without the modules that were replaced by the target's
             if missing := [name for name, module in unloaded if module in own]:
                 raise ValueError(f"it has no weights for {shown(missing)}, or they contain NaN")
@@ -72,9 +73,20 @@ def _get_drafter_group(vllm_config: VllmConfig, target: LoadedModel) -> GroupCoo
     assert spec_config is not None
     if spec_config.draft_parallel_config.tensor_parallel_size == target.group.world_size:
         return target.group
-    this_rank = get_pp_group()  # there is one pipeline stage, so this group has one rank
+    this_rank = get_pcp_group()  # context parallelism is not supported, so this group has one rank
     assert this_rank.world_size == 1
     return this_rank
+
+
+def _without_stages(vllm_config: VllmConfig) -> VllmConfig:
+    """Return a copy from which vLLM's head classes derive layer names that differ from those of all target layers.
+
+    A head's first layer is numbered after the target's layers, but vLLM counts only those of this pipeline stage.
+    """
+    config = copy(vllm_config)
+    config.parallel_config = copy(vllm_config.parallel_config)
+    config.parallel_config.pipeline_parallel_size = 1
+    return config
 
 
 def make_draft_config(vllm_config: VllmConfig) -> VllmConfig:
@@ -219,7 +231,7 @@ def share_modules(target: nn.Module, head: Any, group: GroupCoordinator | None =
         group: The target's ranks. Shared modules run on these ranks, even if each rank has the whole head.
     """
     embeddings = _get_embeddings(target)
-    if embeddings is None:
+    if embeddings is None or isinstance(embeddings, PPMissingLayer):
         raise UnsupportedConfigError(
             f"{type(target).__name__} has no embeddings under a name that heads know; use another method in "
             "--speculative-config."

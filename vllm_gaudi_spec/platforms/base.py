@@ -369,6 +369,8 @@ def _add_device_to_environment(runtime_env: Any) -> dict[str, Any]:
 
 def _explain_sync_scheduling(vllm_config: VllmConfig, speculation: Speculation | None) -> str | None:
     """Return the reason why async scheduling is not possible, or None if it is possible."""
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return "pipeline stages get the tokens that the last one samples from the scheduler"
     if vllm_config.model_config.runner_type == "pooling":
         return "a pooler works on the host"
     if speculation is None:

@@ -55,8 +55,6 @@ _UNSUPPORTED = {
 
 def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        yield "Pipeline parallelism is not supported; use --pipeline-parallel-size 1."
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "Context parallelism is not supported; use 1 for the decode and prefill context parallel sizes."
     if parallel.use_ray and uses_older_ray_executor():
@@ -64,6 +62,7 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
     for path, option in _UNSUPPORTED.items():
         if attrgetter(path)(vllm_config):
             yield f"{option} is not supported; leave it out."
+    yield from _pipeline_refusals(vllm_config, backend)
     yield from _connector_refusals(vllm_config, backend)
     yield from _profiler_refusals(vllm_config)
     yield from _kv_dtype_refusals(vllm_config, backend)
@@ -74,6 +73,27 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
     for name, instead in _VLLM_ASCEND_OPTIONS.items():
         if name in (vllm_config.additional_config or {}):
             yield f"additional_config.{name} is vllm-ascend's and has no effect here; leave it out{instead}."
+
+
+def _pipeline_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+    """Refuse what was not tested with pipeline parallelism. `speculation.py` refuses drafters."""
+    model, parallel, options = vllm_config.model_config, vllm_config.parallel_config, Options.from_vllm(vllm_config)
+    untested = {
+        f"device {backend.traits.name}": not backend.traits.runs_stages,
+        "--data-parallel-size": parallel.data_parallel_size > 1,
+        "--kv-transfer-config": vllm_config.kv_transfer_config,
+        "--enable-sleep-mode": model.enable_sleep_mode,
+        "--enable-lora": vllm_config.lora_config,
+        "--logits-processors": model.logits_processors,
+        "QUANT_CONFIG": target_config(),
+        f"draft_quant_config in additional_config.{ADDITIONAL_CONFIG_KEY}": options.draft_quant_config,
+        f"audit_every in additional_config.{ADDITIONAL_CONFIG_KEY}": options.audit_every,
+        "multimodal models": model.is_multimodal_model,
+        "pooling models": model.runner_type == "pooling",
+        "recurrent layers": model.has_inner_state,
+    }
+    for what in (what for what, is_used in untested.items() if is_used and parallel.pipeline_parallel_size > 1):
+        yield f"Pipeline parallelism is not supported with {what}; use --pipeline-parallel-size 1."
 
 
 _CONNECTORS = ("ExampleConnector", "NixlConnector", "OffloadingConnector")
@@ -157,6 +177,7 @@ def _find_fixed_weights(vllm_config: VllmConfig, backend: DeviceBackend) -> str 
         "recurrent layers": any(one.has_inner_state for one in models),
         "a parallel head": getattr(spec_config, "parallel_drafting", False),
         "LoRA adapters": vllm_config.lora_config,
+        "pipeline stages": vllm_config.parallel_config.pipeline_parallel_size > 1,
         "a KV connector, which may hold KV of the old weights": vllm_config.kv_transfer_config,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import (
     ADDITIONAL_CONFIG_KEY,
+    IS_UNIVERSAL,
     LM_HEAD_QUANTIZATION,
     MAP,
     MAX_DRAFTS,
@@ -75,6 +76,7 @@ def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
             f"max_model_len {spec_config.max_model_len} in --speculative-config is more than the target's {longest}; "
             "use less, or leave it out."
         )
+    yield from _pipeline_refusals(vllm_config)
     yield from _lm_head_refusals(vllm_config, options, backend)
     for name in set_options(spec_config, _NO_EFFECT):
         yield f"{name} is not supported{_NO_EFFECT[name]}; leave it out of --speculative-config."
@@ -87,6 +89,22 @@ def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
         yield (
             "Custom logits processors are not supported when speculative decoding is enabled; leave out "
             "--logits-processors, or --speculative-config."
+        )
+
+
+def _pipeline_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    spec_config = vllm_config.speculative_config
+    untested = {
+        f"method {spec_config.method}": not METHODS[spec_config.method].runs_on_last_stage,
+        f"method {UNIVERSAL_DRAFT}": getattr(spec_config, IS_UNIVERSAL, False),
+        "parallel_drafting": spec_config.parallel_drafting,
+        "enable_adaptive_verification": spec_config.enable_adaptive_verification,
+    }
+    num_stages = vllm_config.parallel_config.pipeline_parallel_size
+    for what in (what for what, is_used in untested.items() if is_used and num_stages > 1):
+        yield (
+            f"Pipeline parallelism is not supported with {what} in --speculative-config; use another drafter, or "
+            "--pipeline-parallel-size 1."
         )
 
 

@@ -64,12 +64,16 @@ class DeviceStep:
         step: StepInputs,
         multimodal: MultimodalInputs | None = None,
         token_types_T: torch.Tensor | None = None,
-    ) -> None:
-        """Run the target on a batch and store its hidden states. With `from_start`, all rows start at position 0."""
+        received_TW: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Run the target on a batch and store its hidden states. With `from_start`, all rows start at position 0.
+
+        Return the target's output if it is for the next pipeline stage.
+        """
         target, requests = self._target, self._requests
         rows = step.split()
         if rows.more_BX is not None:
-            requests.put_host_drafts(rows.rows_B, rows.more_BX)
+            self._drafting.put_host_drafts(requests, rows)
         located = locate(phase, rows, requests)
         inputs = build_inputs(queries, rows, located, requests)
         if from_start:
@@ -88,9 +92,10 @@ class DeviceStep:
         rows_B = rows.rows_B
         if phase == PREFILL and self._slices:
             rows_B = keep_last_slices(rows_B, requests.pad_row)
-        self._hidden_states.put(phase, queries, rows_B, located, target.forward(inputs))
+        output = self._hidden_states.put(phase, queries, rows_B, located, target.forward(inputs, received_TW))
         # `finish` advances the rows that sample; this call advances prompts that continue in a later step.
         requests.set_computed(rows_B, located.starts_B + located.num_real_B)
+        return output
 
     def _finish(self, sample_pass: SamplePass) -> tuple[Verification, torch.Tensor, Drafts | None, torch.Tensor]:
         """Compute logits at the positions to sample, apply the acceptance rule, and advance the rows.

@@ -70,8 +70,10 @@ class HiddenStateBuffer:
         tensors = {self._hidden_NH, self.chunk_TH, self._carried_NH, self._carried_chunk_TH}
         return sum(tensor.nbytes for tensor in tensors)
 
-    def put(self, phase: str, queries: int, rows_B: torch.Tensor, located: Located, hidden: Hidden) -> None:
-        """Store the hidden states of the T tokens in a forward pass.
+    def put(
+        self, phase: str, queries: int, rows_B: torch.Tensor, located: Located, hidden: Hidden
+    ) -> torch.Tensor | None:
+        """Store the hidden states of the T tokens in a forward pass. Return what to pass on, which is nothing.
 
         A decode samples at all of its tokens, whereas a prompt chunk samples only at its last token.
         """
@@ -90,6 +92,7 @@ class HiddenStateBuffer:
                 chunk_TH.index_copy_(0, offsets_T, states_TH)
         self._first_R.index_copy_(0, rows_B, first_B)
         self._num_drafts_R.index_copy_(0, rows_B, num_drafts_B)
+        return None
 
     def take(self, rows_B: torch.Tensor, num_queries: int, index_2N: torch.Tensor | None = None) -> SampledStates:
         """Return the hidden states from which to sample: either all of them or those listed in `index_2N`."""

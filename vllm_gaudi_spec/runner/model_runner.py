@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
-
 from vllm_gaudi_spec.graphs import drafts_signature, report_sizes
 from vllm_gaudi_spec.outputs import CountedOutput, DrafterStatus, SpeculativeOutput
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, NoDraftReason, Planned, Request, SampledRows, StepResult
@@ -17,6 +15,7 @@ from vllm_gaudi_spec.sampling.grammars import Grammar, read_grammars
 from vllm_gaudi_spec.sampling.params import SamplePass
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
@@ -51,9 +50,9 @@ class ModelRunner(RunnerParts):
             return idle
         self.scheduled = scheduled
         num_drafts = self.max_scheduled_drafts(scheduled)
-        self.pending = plan_batches(scheduled, self.requests, self.shapes, num_drafts, self.drafting.lookahead)
+        pending = plan_batches(scheduled, self.requests, self.shapes, num_drafts, self.drafting.lookahead)
         max_drafts = self.max_drafts_after(scheduled)
-        self.batches = [self.make_batch(planned, max_drafts) for planned in self.fit(self.pending)]
+        self.batches = [self.make_batch(planned, max_drafts) for planned in self.fit(pending)]
         for batch in self.batches:
             if batch.shape.phase == PREFILL:
                 num_tokens = sum(batch.counts)
@@ -62,6 +61,7 @@ class ModelRunner(RunnerParts):
             self.forward(batch)
         for extension in self.extensions:
             extension.after_forwards(scheduled)
+        self.pending = pending
         return None if self.pooling is None else self.pool(self.pooling)
 
     def pool(self, pooling: Pooling) -> ModelRunnerOutput:
@@ -78,11 +78,14 @@ class ModelRunner(RunnerParts):
             self.forward(self.make_batch(planned))
         self.backend.graphs.step_done()
 
-    def sample_tokens(self, constraints: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Verify drafts, advance requests, report results, and propose new drafts."""
+    def sample_tokens(self, constraints: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        """Verify drafts, advance requests, report results, and propose new drafts.
+
+        Return None if `execute_model` failed. vLLM, which may not have seen that error yet, then raises it.
+        """
         pending, self.pending = self.pending, []
         if not pending:
-            return EMPTY_MODEL_RUNNER_OUTPUT
+            return None
         self.recorder.step_done()
         max_drafts = self.max_drafts_after(self.scheduled)
         grammars = {} if constraints is None else read_grammars(constraints, self.scheduled)
@@ -94,9 +97,11 @@ class ModelRunner(RunnerParts):
         return self.report if self.async_scheduling else self.read(self.report, max_drafts)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Return the drafts after the latest step that the host has read, or None if they stay on the device."""
+        """Return the drafts after the latest step that the host has read, if a grammar must check them."""
         report = self.report
-        if report is None or report.step is None or not self.host_needs_drafts(report.step.requests):
+        if not self.async_scheduling or report is None or report.step is None:
+            return None  # without async scheduling, the step's output contains its drafts
+        if not self.host_needs_drafts(report.step.requests):
             return None
         return self.drafting.get_draft_token_ids(report.step)
 
@@ -136,11 +141,12 @@ class ModelRunner(RunnerParts):
         """Return the maximum number of drafts that this step may verify for each request.
 
         With async scheduling, a -1 in the scheduler's output is a placeholder for a draft that exists only on the
-        device. With synchronous scheduling, it is padding.
+        device. Without async scheduling, it is padding, and all pipeline stages verify exactly the other drafts.
         """
         by_id = scheduled.scheduled_spec_decode_tokens
-        paddings = 0 if self.async_scheduling else 1
-        counts = [len(tokens) - paddings * tokens.count(-1) for tokens in by_id.values()]
+        if not self.async_scheduling:
+            return {req_id: len(tokens) - tokens.count(-1) for req_id, tokens in by_id.items()}
+        counts = [*map(len, by_id.values())]
         max_drafts = self.drafting.cap_scheduled_drafts([self.requests.by_id[req_id] for req_id in by_id], counts)
         return dict(zip(by_id, max_drafts.tolist(), strict=True))
 
@@ -159,11 +165,12 @@ class ModelRunner(RunnerParts):
             batch = extension.add_to(batch)
         return batch
 
-    def compute(self, batch: Batch) -> None:
+    def compute(self, batch: Batch) -> torch.Tensor | None:
+        """Run the target on a batch. Return its output if it is for the next pipeline stage."""
         self.recorder.saw(batch.shape)
-        shape, inputs = batch.shape, (batch.inputs, batch.multimodal, batch.token_types_T)
+        shape, inputs = batch.shape, (batch.inputs, batch.multimodal, batch.token_types_T, batch.received_TW)
         from_start = self.shapes.begins_at_start(shape)
-        self.device_step.forward(shape.phase, shape.queries, from_start, *inputs)
+        return self.device_step.forward(shape.phase, shape.queries, from_start, *inputs)
 
     def forward(self, batch: Batch) -> None:
         """Run the target on a batch, and then everything that reads its hidden states before the next forward pass."""
@@ -249,6 +256,7 @@ class ModelRunner(RunnerParts):
         if isinstance(output, SpeculativeOutput):
             output.why.update(dict.fromkeys(outgrown, NoDraftReason.LENGTH))
             output.draft_rounds += self.drafting.take_rounds()
+            output.draft_token_ids = self.drafting.get_draft_token_ids(step)
         return output
 
     def step_report(self) -> dict[str, object]:

@@ -28,6 +28,7 @@ from vllm_gaudi_spec.runner.extensions.multimodal import Multimodal
 from vllm_gaudi_spec.runner.extensions.pooling import Pooling, get_output_format
 from vllm_gaudi_spec.runner.extensions.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_spec.runner.extensions.snapshots import SnapshotRows
+from vllm_gaudi_spec.runner.extensions.stage_input import StageInput
 from vllm_gaudi_spec.runner.kv_cache import KVCache, single_forward_config
 from vllm_gaudi_spec.runner.report import Downloads, Reports
 from vllm_gaudi_spec.runner.requests import Requests
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
 
 class RunnerParts:
     """Loads the models and creates everything that steps use."""
+
+    samples = True
+    """Whether this pipeline stage samples tokens, as the last one does if the model generates."""
 
     def __init__(self, vllm_config: VllmConfig, backend: DeviceBackend, *, shows_progress: bool) -> None:
         self.vllm_config = vllm_config
@@ -116,9 +120,7 @@ class RunnerParts:
             self.custom = CustomProcessors.load(self.vllm_config, self.device, self.max_rows)
         self._make_sampling()
         self._make_extensions()
-        self.drafting = Drafting()
-        if self.speculation is not None and (profiled_blocks is None or self.speculation.needs_device):
-            self.drafting = self._load_drafting(self.speculation)
+        self.drafting = self._make_drafting(is_profile=profiled_blocks is not None)
         verifier = Verifier(
             self.requests,
             choose_rule(self.speculation, self.backend),
@@ -203,7 +205,7 @@ class RunnerParts:
             # A step has at most one decode and one chunk per request.
             found.append(DataParallelLockstep(self.shapes, max_forwards=1 + self.max_rows))
         connector = KVConnector.load(self.vllm_config, self.kv_cache, self.speculation, self.drafter)
-        found += [target.adapters, self.pooling, self.custom, connector]
+        found += [target.adapters, self.pooling, self.custom, connector, StageInput.load(target, self.backend)]
         self.extensions = [extension for extension in found if extension is not None]
 
     def _make_sampling(self) -> None:
@@ -227,10 +229,12 @@ class RunnerParts:
         self._downloads = Downloads(self.backend, overlap=self.async_scheduling)
         self.reports = Reports(self.backend, self._downloads, self.recorder)
 
-    def _load_drafting(self, speculation: Speculation) -> Drafting:
+    def _make_drafting(self, *, is_profile: bool) -> Drafting:
+        if self.speculation is None or (is_profile and not self.speculation.needs_device):
+            return Drafting()
         return load_drafting(
             DraftingContext(
-                speculation=speculation,
+                speculation=self.speculation,
                 vllm_config=self.vllm_config,
                 requests=self.requests,
                 recorder=self.recorder,

@@ -358,6 +358,18 @@ class Requests:
         num_drafts_B, tokens_BK = more_BX.split([1, more_BX.shape[1] - 1], dim=1)
         self.put_drafts(rows_B, self.lengths(rows_B), Drafts(tokens_BK, num_drafts_B.squeeze(1)))
 
+    def put_scheduled_tokens(self, rows_B: torch.Tensor, starts_B: torch.Tensor, more_BX: torch.Tensor) -> None:
+        """Write what another pipeline stage sampled and drafted.
+
+        Each row of `more_BX` holds the number of drafts, followed by the newest token, at position `starts_B`, and the
+        drafts.
+        """
+        num_drafts_B1, tokens_BQ = more_BX.split([1, more_BX.shape[1] - 1], dim=1)
+        num_drafts_B = num_drafts_B1.squeeze(1)
+        self.set_computed(rows_B, starts_B)
+        self._append(rows_B, starts_B, tokens_BQ, 1 + num_drafts_B)
+        self.backend.row_operations.put(self.num_drafts_R, rows_B, num_drafts_B, pad_row=self.pad_row)
+
     def _append(
         self, rows_B: torch.Tensor, first_B: torch.Tensor, tokens_BN: torch.Tensor, num_B: torch.Tensor
     ) -> None:

@@ -460,8 +460,9 @@ def _can_slice(vllm_config: VllmConfig) -> bool:
     """Whether a prompt chunk may take several rows.
 
     A request must have a single row if it has a recurrent state, has images, or is pooled; data-parallel peers run
-    chunks one by one.
+    chunks one by one. Pipeline stages do not know whether all layers of the other stages support slices.
     """
     model = vllm_config.model_config
     has_parts = model.is_multimodal_model or model.runner_type == "pooling"
-    return not (has_parts or model.has_inner_state or ranks_in_step(vllm_config) > 1)
+    num_stages = vllm_config.parallel_config.pipeline_parallel_size
+    return not (has_parts or model.has_inner_state or ranks_in_step(vllm_config) > 1 or num_stages > 1)

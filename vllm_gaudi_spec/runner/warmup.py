@@ -43,7 +43,7 @@ def jobs(runner: ModelRunner) -> Iterator[Job]:
     for shape in runner.shapes.all():
         kind = "decodes" if shape.phase == DECODE else PROMPT_CHUNKS
         yield Job(kind, partial(_forward, runner, shape), (shape,), shape.tokens)
-    if runner.pooling is not None:
+    if runner.pooling is not None or not runner.samples:
         return
     for of_pass, branch in runner.sample_shapes.every(runner.sampling.branches):
         for num_drafts in runner.drafting.pass_drafts:

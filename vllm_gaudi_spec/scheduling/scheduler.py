@@ -38,7 +38,7 @@ from vllm_gaudi_spec.upstream.scheduler import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
     from vllm_gaudi_spec.records import DraftRound, WorkerCounts
     from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheSpec
@@ -277,6 +277,8 @@ class _Speculating(Scheduler):
                 )
             self._observe(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if isinstance(model_runner_output, SpeculativeOutput) and model_runner_output.draft_token_ids is not None:
+            self.update_draft_token_ids(model_runner_output.draft_token_ids)
         if self._audits is not None and (ours := outputs.pop(AUDITOR, None)) is not None:
             self._take_audits(self._audits, ours, outputs)
         return outputs
@@ -432,6 +434,16 @@ class _Speculating(Scheduler):
 
 class SpecScheduler(_Speculating):
     """Scheduler without async scheduling."""
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Take drafts, except for requests that were preempted, and possibly resumed, while their step was in flight.
+
+        With pipeline parallelism, several steps are in flight.
+        """
+        super().update_draft_token_ids(draft_token_ids)
+        for request in filter(None, map(self.requests.get, draft_token_ids.req_ids)):
+            if request.status == RequestStatus.PREEMPTED or request.num_in_flight_tokens:
+                request.spec_token_ids = []
 
 
 class SpecAsyncScheduler(_Speculating, AsyncScheduler):

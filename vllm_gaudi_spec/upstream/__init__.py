@@ -43,7 +43,7 @@ from vllm_gaudi_spec.upstream.messages import (
     share_vllm_logging,
 )
 from vllm_gaudi_spec.upstream.metrics import carry_metrics, list_metrics_of_ours
-from vllm_gaudi_spec.upstream.ranks import ray_workers, tensor_parallel_group
+from vllm_gaudi_spec.upstream.ranks import pipeline_group, ray_workers, tensor_parallel_group
 from vllm_gaudi_spec.upstream.server import (
     answer_bad_media,
     end_engines_with_their_server,
@@ -57,6 +57,7 @@ from vllm_gaudi_spec.upstream.server import (
     refuse_params_before_verification,
     refuse_streamed_inputs,
     refuse_tokenized_params,
+    take_drafts_from_outputs,
 )
 from vllm_gaudi_spec.upstream.speculators_format import mend_speculators_format
 from vllm_gaudi_spec.upstream.views import (
@@ -80,6 +81,7 @@ def apply() -> None:
     end_engines_with_their_server()
     end_engines_with_their_threads()
     raise_when_the_engine_is_gone()
+    take_drafts_from_outputs()
     leave_idle_work_at_shutdown()
     guard_every_path()
     refuse_streamed_inputs()

@@ -12,6 +12,7 @@ from vllm.distributed import (
     destroy_model_parallel,
     ensure_model_parallel_initialized,
     get_dp_group,
+    get_pcp_group,
     get_pp_group,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,

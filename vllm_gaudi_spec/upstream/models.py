@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.model_executor.model_loader.weight_utils import filter_duplicate_safetensors_files
 from vllm.model_executor.models import ModelRegistry, supports_lora
 from vllm.model_executor.models.interfaces import requires_raw_input_tokens, supports_eagle3, supports_mrope
-from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.models.utils import PPMissingLayer, WeightsMapper
 from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.multimodal.utils import get_mm_features_in_window, group_and_batch_mm_kwargs
 from vllm.sequence import IntermediateTensors

@@ -20,6 +20,18 @@ def tensor_parallel_group(group: Any) -> AbstractContextManager[None]:
     return replaced(parallel_state, "_TP", group)
 
 
+def pipeline_group(group: Any) -> AbstractContextManager[None]:
+    """Within the context, make `group` the pipeline stages among which vLLM's model classes divide their layers.
+
+    Reason: a drafter runs entirely on the last stage, but vLLM's model classes read a single group per process from a
+    module variable.
+    Remove when: model classes take their group as an argument.
+    """
+    from vllm.distributed import parallel_state
+
+    return replaced(parallel_state, "_PP", group)
+
+
 def ray_workers(worker_class: type) -> AbstractContextManager[None]:
     """Within the context, make vLLM's Ray executor start workers of the class `worker_class`.
 

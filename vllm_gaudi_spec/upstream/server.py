@@ -98,6 +98,16 @@ def raise_when_the_engine_is_gone(original: Callable[..., None], client: Any, *a
         client.outputs_queue.put_nowait(EngineDeadError())
 
 
+@patches("vllm.v1.engine.core:EngineCore.post_step")
+def take_drafts_from_outputs(original: Callable[..., None], *args: Any, **named: Any) -> None:
+    """Do not ask the workers for drafts after a step.
+
+    Reason: without async scheduling, a step's output already contains its drafts. Another call to the workers takes
+    time, and with pipeline parallelism, it would wait for all steps in flight.
+    Remove when: upstream reads drafts from a step's output.
+    """
+
+
 @patches("vllm.v1.engine.core:EngineCoreProc._handle_shutdown")
 def leave_idle_work_at_shutdown(original: Callable[..., bool], engine: Any) -> bool:
     """Call our scheduler's `shut_down` when its engine is about to end.

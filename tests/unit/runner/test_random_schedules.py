@@ -167,6 +167,11 @@ VARIANTS = [
     Variant(num_snapshots=2),
     Variant("ngram_gpu", overlap=True, backend=CapturingBackend, num_snapshots=6),
     Variant("draft_model", overlap=True, v2=True, num_snapshots=60, adaptive=True),
+    Variant(staged=True),
+    Variant("ngram_gpu", staged=True, backend=CapturingBackend),
+    Variant("suffix", staged=True, v2=True),
+    Variant("draft_model", staged=True),
+    Variant(HEAD, staged=True, v2=True, backend=CompilingBackend),
 ]
 
 

@@ -60,7 +60,13 @@ def test_refusal_of_sleep_says_that_requests_wait() -> None:
     assert not engine.is_scheduler_paused()
 
 
-def config(drafter: dict[str, Any] | None = None, lora: object = None, connector: object = None, **target: Any) -> Any:
+def config(
+    drafter: dict[str, Any] | None = None,
+    lora: object = None,
+    connector: object = None,
+    num_stages: int = 1,
+    **target: Any,
+) -> Any:
     plain = dict(quantization=None, use_mla=False, is_moe=False, has_inner_state=False)
     draft_config = None if drafter is None else SimpleNamespace(**plain | drafter)
     speculative = SimpleNamespace(draft_model_config=draft_config, parallel_drafting=False)
@@ -69,6 +75,7 @@ def config(drafter: dict[str, Any] | None = None, lora: object = None, connector
         speculative_config=None if drafter is None else speculative,
         lora_config=lora,
         kv_transfer_config=connector,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=num_stages),
         additional_config={},
     )
 
@@ -87,9 +94,10 @@ def test_plain_weights_may_change() -> None:
         config(has_inner_state=True),
         config(lora=object()),
         config(connector=object()),
+        config(num_stages=2),
         config(drafter=dict(quantization="awq")),
     ],
-    ids=["quantized", "latent", "experts", "recurrent", "adapters", "connector", "quantized drafter"],
+    ids=["quantized", "latent", "experts", "recurrent", "adapters", "connector", "stages", "quantized drafter"],
 )
 def test_weights_that_steps_do_not_read_as_loaded_are_refused(changed: Any) -> None:
     worker: Any = Worker.__new__(Worker)

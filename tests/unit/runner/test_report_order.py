@@ -2,8 +2,10 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -49,6 +51,17 @@ def test_async_scheduling_sends_tokens_before_drafting(backend: type[HostBackend
     assert events.count(COPY) == engine.runner.recorder.num_steps, "one device-to-host sync a step"
     assert engine.num_accepted > 0, "drafts that never traveled were verified"
     assert engine.runner.take_draft_token_ids() is None, "they stay on the device"
+
+
+@torch.inference_mode()
+def test_step_whose_forward_failed_has_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several steps in flight, vLLM asks for the tokens before it has seen the error."""
+    engine = engine_of(HostBackend, tmp_path, overlap=True)
+    monkeypatch.setattr(engine.runner, "compute", Mock(side_effect=RuntimeError("a card failed")))
+    scheduled = engine.scheduler.schedule()
+    with pytest.raises(RuntimeError, match="a card failed"):
+        engine.runner.execute_model(scheduled)
+    assert engine.runner.sample_tokens(None) is None
 
 
 @EVERY_KIND

@@ -22,6 +22,7 @@ def shapes(
     drafts: int = 0,
     flat: bool = False,
     num_ranks: int = 1,
+    num_stages: int = 1,
     num_blocks: int | None = None,
     captures: bool = False,
     causal_first_chunks: bool = False,
@@ -39,7 +40,7 @@ def shapes(
             runner_type="generate",
             has_inner_state=False,
         ),
-        parallel_config=SimpleNamespace(data_parallel_size=num_ranks),
+        parallel_config=SimpleNamespace(data_parallel_size=num_ranks, pipeline_parallel_size=num_stages),
     )
     traits = DeviceTraits(
         name="small",
@@ -125,6 +126,7 @@ def test_slices_share_a_forward_where_that_computes_less() -> None:
     with_lengths = shapes(max_tokens=512, max_len=256, captures=True, slice_tokens=16, prefill_buckets=(64, 256))
     assert (with_lengths.slice_tokens, with_lengths.prefill_queries) == (0, (64, 256)), "the user's choice"
     assert shapes(num_ranks=2, captures=True, slice_tokens=16).slice_tokens == 0
+    assert shapes(num_stages=2, captures=True, slice_tokens=16).slice_tokens == 0
     longer = chosen.change_length(512, HostBackend())
     assert longer.slice_tokens == 0, "such a drafter reads its own tokens"
 

@@ -54,6 +54,7 @@ def make_backend() -> DeviceBackend:
         decode_step=1,
         prefill_step=16,
         shares_kv_caches=True,
+        runs_stages=True,
         selects_keys=True,
         takes_quant_config=True,
         simulates_quantization=True,

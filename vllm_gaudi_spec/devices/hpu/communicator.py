@@ -37,6 +37,17 @@ class HpuCommunicator(EvenExchange):
         _end_graph()
         return super().broadcast(tensor, src)
 
+    def send(self, tensor: torch.Tensor, dst: int | None = None) -> None:
+        _end_graph()
+        super().send(tensor, dst)
+
+    def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> torch.Tensor:
+        # The index of vLLM's device is the rank's, but a process sees only one card.
+        received = torch.empty(size, dtype=dtype, device=self.device.type)
+        _end_graph()
+        dist.recv(received, self.ranks[self.rank_in_group - 1 if src is None else src], self.device_group)
+        return received
+
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         _end_graph()
         return super().reduce_scatter(input_, dim)
