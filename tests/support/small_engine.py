@@ -127,6 +127,8 @@ class Reads:
 class Pipe:
     """What one stage sends and the next one receives."""
 
+    rank_in_group = 0
+
     def __init__(self, is_first_rank: bool, sent: deque[torch.Tensor]) -> None:
         self.is_first_rank = is_first_rank
         self.sent = sent

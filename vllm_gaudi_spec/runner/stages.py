@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.logger import init_logger
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from vllm_gaudi_spec.drafting.base import Drafting
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.step_inputs import RowInputs
     from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig
     from vllm_gaudi_spec.upstream.scheduler import GrammarOutput
+
+logger = init_logger(__name__)
 
 
 class StageOutput(HiddenStateBuffer):
@@ -87,6 +90,18 @@ class EarlyStage(ModelRunner):
     def _make_drafting(self, *, is_profile: bool) -> Drafting:
         self.drafting = self.scheduled_tokens = ScheduledTokens(self.num_drafts)
         return self.scheduled_tokens
+
+    def execute_model(self, scheduled: SpecSchedulerOutput) -> ModelRunnerOutput | None:
+        """Run the forward passes, or end this process if they fail.
+
+        vLLM reports only errors of the last stage, and the next stage would take the next step's output for this one's.
+        vLLM stops the engine when a worker ends.
+        """
+        try:
+            return super().execute_model(scheduled)
+        except Exception as error:
+            logger.exception("Pipeline stage %d failed, so its process ends.", self.target.stages.rank_in_group)
+            raise SystemExit(1) from error
 
     def apply(self, scheduled: SpecSchedulerOutput) -> None:
         super().apply(scheduled)

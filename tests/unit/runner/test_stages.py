@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from vllm.sequence import IntermediateTensors
 
 from tests.support.small_engine import ROOMY, SmallEngine, Variant, greedy_text
 from tests.unit.runner.test_random_schedules import asked
 from vllm_gaudi_spec.model import LoadedModel, join_stage_tensors
+from vllm_gaudi_spec.runner.stages import EarlyStage
 
 
 def test_tensors_between_stages_are_joined_and_split() -> None:
@@ -28,6 +30,15 @@ def test_output_of_the_only_stage_is_not_changed() -> None:
     states_TH, layers = torch.rand(2, 3), [torch.rand(2, 3)]
     assert join_stage_tensors(states_TH) is states_TH
     assert join_stage_tensors((states_TH, layers)) == (states_TH, layers)
+
+
+def test_failed_early_stage_ends_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, the next stage would take the next step's hidden states for those of the failed step."""
+    engine = SmallEngine(Variant(staged=True, num_blocks=ROOMY), tmp_path)
+    engine.add("a", *asked(0))
+    monkeypatch.setattr(EarlyStage, "compute", lambda stage, batch: 1 / 0)
+    with pytest.raises(SystemExit):
+        engine.step()
 
 
 def test_stages_work_on_different_requests_at_the_same_time(tmp_path: Path) -> None:
