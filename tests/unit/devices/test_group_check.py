@@ -35,6 +35,11 @@ class Group:
     def all_reduce(self, sent: torch.Tensor) -> torch.Tensor:
         return self._finish("all_reduce", sent.add_(_make_numbers(0)))  # in place, as on a Gaudi
 
+    is_first_rank, is_last_rank = False, True
+
+    def recv(self, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        return self._finish("recv", _make_numbers(0).reshape(size).to(dtype))
+
     def _finish(self, name: str, result: torch.Tensor) -> torch.Tensor:
         self.done.append(name)
         return self.spoil.get(name, torch.clone)(result)
@@ -83,10 +88,11 @@ def _fails(result: torch.Tensor) -> torch.Tensor:
         ("all_reduce", _wrong_at_3, "returned 15 instead of 14"),
         ("all_gather", lambda result: result[:128], r"returned a tensor of shape \(128,\)"),
         ("all_reduce", _fails, "failed: no route to rank 4"),
+        ("recv", _wrong_at_3, "returned 4 instead of 3"),
     ],
 )
 def test_error_names_the_collective_group_and_ranks(collective: str, spoil: Collective, words: str) -> None:
-    group = Group()
+    group = Group("pp:0")
     group.spoil = {collective: spoil}
-    with pytest.raises(RuntimeError, match=rf"{collective} of group tp:0 \(ranks 4, 6\) {words}; check the network"):
+    with pytest.raises(RuntimeError, match=rf"{collective} of group pp:0 \(ranks 4, 6\) {words}; check the network"):
         check_group(group, CopyingMemory())

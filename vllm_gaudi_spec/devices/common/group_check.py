@@ -25,7 +25,7 @@ _SIZE = 128
 
 
 def check_groups(memory: Memory) -> None:
-    """Check every tensor-, data-, and expert-parallel group.
+    """Check every tensor-, data-, pipeline-, and expert-parallel group.
 
     All ranks must call this function with their groups in the same order.
     """
@@ -53,6 +53,12 @@ def check_group(group: GroupCoordinator, memory: Memory) -> None:
         sent_here = memory.upload(sent[group.rank_in_group])
         _check(name, "all_gather", torch.cat(sent), lambda: group.all_gather(sent_here, dim=0), memory)
         _check(name, "all_reduce", torch.stack(sent).sum(0), lambda: group.all_reduce(sent_here.clone()), memory)
+        if group.unique_name.startswith("pp"):
+            if not group.is_first_rank:
+                received = sent[group.rank_in_group - 1]
+                _check(name, "recv", received, lambda: group.recv(sent_here.shape, sent_here.dtype), memory)
+            if not group.is_last_rank:
+                group.send(sent_here)
 
 
 def _name(group: GroupCoordinator) -> str:
