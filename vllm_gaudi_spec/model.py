@@ -110,7 +110,7 @@ class LoadedModel:
             load_config: The load configuration, if it differs from the one in `vllm_config`.
             adapt: Modifies the model before it is prepared for the device.
             quantization: Quantizes or measures the model after `adapt`.
-            group: The ranks across which a drafter is sharded. None for the target, which is sharded across all ranks.
+            group: The ranks across which a drafter is sharded. None for the target, which is sharded across its stage.
         """
         self.model_config = model_config = model_config or vllm_config.model_config
         self.load_config = load_config or vllm_config.load_config

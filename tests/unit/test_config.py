@@ -438,7 +438,7 @@ REFUSED: list[Any] = [
     ("Pipeline .* with --enable-lora; use", dict(options=STAGES | dict(enable_lora=True))),
     ("Pipeline .* with --kv-transfer-config", dict(options=STAGES | connecting("NixlConnector"))),
     ("Pipeline .* with --enable-sleep-mode", dict(options=STAGES | dict(enable_sleep_mode=True))),
-    ("Pipeline .* with --logits-processors", dict(options=STAGES | PROCESSORS)),
+    ("Pipeline .* with custom logits processors", dict(options=STAGES | PROCESSORS)),
     ("Pipeline .* with QUANT_CONFIG", dict(quant="MEASURE", options=STAGES | EXTENSION)),
     ("Pipeline .* with draft_quant_config", dict(speculative=DRAFT, ours=dict(draft_quant_config="x"), options=STAGES)),
     ("Pipeline .* with audit_every", dict(speculative=NGRAM, ours=dict(audit_every=10), options=STAGES)),

@@ -293,7 +293,7 @@ class Drafting:
         """Apply the scheduler's decision about drafter faults (see `DrafterStatus`).
 
         If `disabled` is set, the scheduler no longer requests drafts, which is sufficient for host drafters. Device
-        drafters must also ignore drafts that are in flight and stop following the target.
+        drafters must also stop following the target and, with async scheduling, ignore drafts that are in flight.
         """
 
     def cap_scheduled_drafts(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:

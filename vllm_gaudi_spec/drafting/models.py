@@ -231,13 +231,18 @@ def share_modules(target: nn.Module, head: Any, group: GroupCoordinator | None =
         group: The target's ranks. Shared modules run on these ranks, even if each rank has the whole head.
     """
     embeddings = _get_embeddings(target)
-    if embeddings is None or isinstance(embeddings, PPMissingLayer):
+    if embeddings is None:
         raise UnsupportedConfigError(
             f"{type(target).__name__} has no embeddings under a name that heads know; use another method in "
             "--speculative-config."
         )
     shared: set[str] = set()
     if _has_no_matrix(head, "has_own_embed_tokens", getattr(head.model, "embed_tokens", None), embeddings):
+        if isinstance(embeddings, PPMissingLayer):
+            raise UnsupportedConfigError(
+                f"The head has no embeddings of its own, and those of {type(target).__name__} are on the first "
+                "pipeline stage; use --pipeline-parallel-size 1."
+            )
         shared |= {"embed_tokens", "embedding"}
         other_ranks = group is not None and group is not get_tp_group()
         _replace(head.model, "embed_tokens", _InTargetGroup(embeddings, group) if other_ranks else embeddings)

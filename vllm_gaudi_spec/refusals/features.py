@@ -20,6 +20,7 @@ from vllm_gaudi_spec.quantization.config import drafter_config, target_config
 from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED, format_of, is_native
 from vllm_gaudi_spec.quantization.kv_scheme import suggest_model_dtype
 from vllm_gaudi_spec.recurrent.table import has_states
+from vllm_gaudi_spec.refusals.speculation import list_installed_logits_processors
 from vllm_gaudi_spec.upstream.release import uses_older_ray_executor
 
 if TYPE_CHECKING:
@@ -84,7 +85,9 @@ def _pipeline_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Itera
         "--kv-transfer-config": vllm_config.kv_transfer_config,
         "--enable-sleep-mode": model.enable_sleep_mode,
         "--enable-lora": vllm_config.lora_config,
-        "--logits-processors": model.logits_processors,
+        "custom logits processors": model.logits_processors or list_installed_logits_processors(),
+        "--distributed-executor-backend external_launcher": parallel.distributed_executor_backend
+        == "external_launcher",
         "QUANT_CONFIG": target_config(),
         f"draft_quant_config in additional_config.{ADDITIONAL_CONFIG_KEY}": options.draft_quant_config,
         f"audit_every in additional_config.{ADDITIONAL_CONFIG_KEY}": options.audit_every,
@@ -122,8 +125,10 @@ def _connector_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iter
     if others := sorted(names - set(_CONNECTORS)):
         yield f"KV connector {others[0]} is not supported; use {' or '.join(_CONNECTORS)} in --kv-transfer-config."
     if "OffloadingConnector" in names:
-        options = config.kv_connector_extra_config.keys()
-        if "cpu_bytes_to_use" not in options or options & {"block_size", "blocks_per_chunk"}:
+        options = config.kv_connector_extra_config
+        if any(options.get(name, value) != value for name, value in OFFLOADING.items()):
+            yield f"OffloadingConnector copies with this plugin's code; leave out {' and '.join(OFFLOADING)}."
+        if "cpu_bytes_to_use" not in options or options.keys() & {"block_size", "blocks_per_chunk"}:
             yield "OffloadingConnector works alone, with cpu_bytes_to_use, and without block_size and blocks_per_chunk."
     if config.kv_load_failure_policy == "recompute" and names - {"NixlConnector"}:
         # A connector that loads KV before a forward pass may report a failure only after the step's tokens are sampled.

@@ -1,5 +1,6 @@
 """Check which layers a head shares with its target, and which tokens it predicts."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm.distributed import parallel_state
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.drafting.models import get_aux_layers, share_modules
 from vllm_gaudi_spec.drafting.vocabulary import ReducedVocabulary
+from vllm_gaudi_spec.upstream.models import PPMissingLayer
 
 
 def test_head_with_reduced_vocabulary_drafts_only_its_tokens() -> None:
@@ -95,6 +97,14 @@ def test_embeddings_of_target_may_be_its_output_matrix() -> None:
     assert head.lm_head is target.model.embed_tokens
     with pytest.raises(UnsupportedConfigError, match="has no embeddings under a name that heads know"):
         share_modules(model_of(lm_head=linear()), head)
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_embeddings_of_the_first_stage_cannot_be_shared_on_the_last(has_own: bool) -> None:
+    head = model_of(inner_embed_tokens=linear())
+    head.has_own_embed_tokens = has_own
+    with nullcontext() if has_own else pytest.raises(UnsupportedConfigError, match="use --pipeline-parallel-size 1"):
+        share_modules(model_of(inner_embed_tokens=PPMissingLayer(), lm_head=linear()), head)
 
 
 def test_whole_head_shares_modules_of_split_target(monkeypatch: pytest.MonkeyPatch) -> None:
