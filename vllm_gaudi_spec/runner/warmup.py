@@ -32,7 +32,7 @@ logger = init_logger(__name__)
 _TIMED_STEPS, _TIMED_ROUNDS = 3, 3
 """Number of decodes per measurement, which are averaged, and number of measurements, of which the fastest is used."""
 _MAX_SLOWDOWN = 1.03
-"""Ratio of a decode's time to that of a larger one above which its size is dropped. Measurements vary by less."""
+"""Ratio of a decode's time to that of a larger one above which its size is dropped."""
 
 
 def jobs(runner: ModelRunner) -> Iterator[Job]:
@@ -116,7 +116,7 @@ def warm_up(runner: ModelRunner) -> None:
     else:
         logger.info("Warm-up ran no decode, so it could not check that every layer writes its KV.")
     if backend.traits.times_decode_sizes and not runner.options.batch_buckets:
-        _drop_slow_sizes(runner)
+        _drop_slow_sizes(runner, max_tokens)
     if runner.speculation is not None and runner.speculation.is_adaptive:
         recorder.step_times = _time_steps(runner, runner.speculation.widths, max_tokens)
     _finish_warm_up(runner)
@@ -145,7 +145,7 @@ def _forward(runner: ModelRunner, shape: Shape) -> None:
     runner.compute(runner.make_batch(Planned.make_padding(shape)))
 
 
-def _drop_slow_sizes(runner: ModelRunner) -> None:
+def _drop_slow_sizes(runner: ModelRunner, max_tokens: int) -> None:
     """Stop padding decodes to numbers of rows that take longer than a larger number.
 
     Matmul kernels are slow at some sizes. For example, an 8B model on an H200 takes longer for 448 tokens than for 512.
@@ -153,19 +153,22 @@ def _drop_slow_sizes(runner: ModelRunner) -> None:
     parallel = runner.vllm_config.parallel_config
     if parallel.world_size > 1 or ranks_in_step(runner.vllm_config) > 1:
         return  # ranks measure different times but must choose the same shapes
-    queries, shortest, kept = runner.shapes.decode_queries[-1], math.inf, []
-    for rows in reversed(runner.shapes.decode_rows):
-        shape = runner.shapes.decode(queries, [], rows)
-        seconds = _time_runs(runner, partial(_forward, runner, shape))
-        if seconds <= _MAX_SLOWDOWN * shortest:
-            kept.append(rows)
-        shortest = min(shortest, seconds)
-    if dropped := [rows for rows in runner.shapes.decode_rows if rows not in kept]:
+    queries, sizes = runner.shapes.decode_queries[-1], runner.shapes.decode_rows
+    timed = [rows for rows in sizes if max_tokens < 0 or rows * queries <= max_tokens]
+    runs = [partial(_forward, runner, runner.shapes.decode(queries, [], rows)) for rows in timed]
+    rounds = [[_time_runs(runner, run) for run in runs] for _ in range(_TIMED_ROUNDS)]
+    shortest = math.inf
+    dropped: list[int] = []
+    for rows, *seconds in reversed([*zip(timed, *rounds, strict=True)]):
+        if min(seconds) > _MAX_SLOWDOWN * shortest:
+            dropped.insert(0, rows)
+        shortest = min(shortest, *seconds)
+    if dropped:
         logger.info(
             "Decodes of %s rows take longer than some with more rows, so they are padded to those.",
             _join_sizes(tuple(dropped)),
         )
-    runner.shapes = replace(runner.shapes, decode_rows=tuple(kept[::-1]))
+        runner.shapes = replace(runner.shapes, decode_rows=tuple(rows for rows in sizes if rows not in dropped))
 
 
 def _time_runs(runner: ModelRunner, run: Callable[[], None]) -> float:
