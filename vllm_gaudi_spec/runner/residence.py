@@ -39,7 +39,7 @@ class Residence:
         self._incomplete: list[LoadedModel] = []
         """Models whose weights are incomplete after level 2 sleep or after a failed update."""
         self._is_new = False
-        """Whether no step has run since the latest update."""
+        """Whether no step has run since the latest update of the target."""
 
     def check_step(self, scheduled: SchedulerOutput) -> None:
         if self._incomplete:
@@ -49,7 +49,6 @@ class Residence:
         if self._is_new and scheduled.num_scheduled_tokens:
             self._is_new = False
             mixed = set(scheduled.scheduled_cached_reqs.req_ids) - scheduled.scheduled_cached_reqs.resumed_req_ids
-            mixed |= {new.req_id for new in scheduled.scheduled_new_reqs if new.num_computed_tokens}
             if mixed:
                 logger.warning(
                     "After a weight update, %d requests read KV that the old weights computed, for example %s. Pause "
@@ -110,7 +109,7 @@ class Residence:
             reload_weights(config, loaded.model, weights_iterator, weights_path, is_checkpoint_format)
         loaded.model_config = config.model_config
         self._backend.weights.refresh(loaded.model)
-        self._is_new = True
+        self._is_new |= not is_draft
         self._incomplete = [other for other in self._incomplete if other is not loaded]
         if self._incomplete and not is_draft:
             self.reload(is_draft=True)  # Sleep has also dropped the drafter's weights.
