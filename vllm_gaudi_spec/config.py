@@ -39,9 +39,11 @@ def in_one_line(error: BaseException) -> str:
 
 
 def format_size(num_bytes: int) -> str:
-    """Format a size in GiB or MiB."""
-    gib, mib = num_bytes / 2**30, num_bytes / 2**20
-    return f"{gib:.2f} GiB" if abs(gib) >= 1 else f"{mib:.1f} MiB"
+    """Format a size in GiB, MiB or KiB."""
+    for unit, shift, digits in (("GiB", 30, 2), ("MiB", 20, 1)):
+        if abs(num_bytes) >= 1 << shift:
+            return f"{num_bytes / (1 << shift):.{digits}f} {unit}"
+    return f"{num_bytes / 1024:.1f} KiB"
 
 
 OTHER_MODEL = "use a model in bfloat16 or float16"

@@ -362,7 +362,7 @@ FAULTS: dict[str, tuple[Callable[[], DeviceBackend], str, str]] = {
     "free memory stays the same": (
         lambda: with_memory(free_bytes=lambda memory: 1 << 30),
         run.MEMORY,
-        "free memory fell by 0.0 MiB when 128.0 MiB",
+        "free memory fell by 0.0 KiB when 128.0 MiB",
     ),
 }
 
