@@ -33,7 +33,9 @@ class _HostOffloadingWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: BlockIDsLoadStoreSpec) -> bool:
         return self._copy(job_id, src_spec.group_sizes, (self._device, src_spec), (self._host, dst_spec))
 
-    def submit_load(self, job_id: int, src_spec: BlockIDsLoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self, job_id: int, src_spec: BlockIDsLoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
         return self._copy(job_id, dst_spec.group_sizes, (self._host, src_spec), (self._device, dst_spec))
 
     def _copy(self, job_id: int, sizes: Sequence[int], *ends: tuple[list[torch.Tensor], BlockIDsLoadStoreSpec]) -> bool:
