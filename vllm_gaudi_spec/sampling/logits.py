@@ -130,7 +130,7 @@ def _penalize(
 def _counts(
     token_BM: torch.Tensor, prompt_len_B: torch.Tensor, last_B: torch.Tensor, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how often each token occurs in the output up to `last_B`and whether it is in the prompt, both [B, V]."""
+    """Return how often each token occurs in the output up to `last_B` and whether it is in the prompt, both [B, V]."""
     offsets_M = torch.arange(token_BM.shape[1], device=token_BM.device)
     in_prompt = offsets_M < prompt_len_B[:, None]
     counts_BV = _count(token_BM, ~in_prompt & (offsets_M <= last_B[:, None]), vocab)

@@ -113,7 +113,7 @@ def find_first_difference(one: Sequence[int], other: Sequence[int]) -> int | Non
 
 
 def _audit_params(params: SamplingParams, **changes: object) -> SamplingParams:
-    """Return `params` with `changes`but without drafts, log-probabilities, or reuse of KV from speculative steps."""
+    """Return `params` with `changes` but without drafts, log-probabilities, or reuse of KV from speculative steps."""
     changed = copy.copy(params)
     quiet = dict.fromkeys(("logprobs", "prompt_logprobs", "prompt_logprob_start", "logprob_token_ids"))
     no_drafts = {**(params.extra_args or {}), REQUEST_OPTION: 0}

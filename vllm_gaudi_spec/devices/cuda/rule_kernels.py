@@ -417,7 +417,7 @@ def next_token_kernel(
             PADDED_CHUNKS,
         )
         if from_residual & (best == float("-inf")):
-            # Here, p equals q up to rounding. Sample from the target's distribution, which only this instance reads.
+            # Here, p equals q up to rounding. Sample from the target's distribution, which this instance reads again.
             low, high = load_keys(keys, key_stride, b)
             first, second = hash_position(low, high, position, _STREAM_TARGET)
             for start in range(0, vocab, PIECE):
