@@ -269,7 +269,7 @@ class Speculation:
     is_adaptive: bool = False
     """`enable_adaptive_verification`: whether the engine chooses how many drafts per row a step verifies."""
     synthetic_rates: tuple[float, ...] = ()
-    """For the synthetic rule: for each i, the probability that the first i + 1 drafts are all accepted."""
+    """Probabilities for the synthetic rule: element i is that of accepting the first i + 1 drafts."""
     mask_token: int | None = None
     """The token ID that replaces unknown tokens in the drafter's input during parallel drafting. None if the checkpoint
     does not specify one."""

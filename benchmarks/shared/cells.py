@@ -13,8 +13,8 @@ GREEDY, SAMPLED = (0.0, 1.0), (0.7, 0.9)
 MOST_DRAFTS = 5
 Histogram = Sequence[tuple[float, int]]
 """Pairs of a fraction and a number of tokens, where this fraction of requests has fewer tokens, ascending."""
-# For ShareGPT conversations with GPT-4, table 1 of "Llumnix: Dynamic Scheduling for Large Language Model Serving" (OSDI
-# 2024, arXiv 2406.03243) contains the fractions from 0.5 to 0.99. The first and last entries are our choice; those for
+# Table 1 of "Llumnix: Dynamic Scheduling for Large Language Model Serving" (OSDI 2024, arXiv 2406.03243) contains the
+# fractions from 0.5 to 0.99 for ShareGPT conversations with GPT-4. The first and last entries are our choice; those for
 # outputs ensure that there are steps to measure.
 PROMPT_TOKENS: Histogram = ((0, 4), (0.5, 74), (0.8, 348), (0.95, 1484), (0.99, 3388), (1, 4096))
 OUTPUT_TOKENS: Histogram = ((0, 16), (0.5, 487), (0.8, 781), (0.95, 988), (0.99, 1234), (1, 2048))

@@ -182,7 +182,7 @@ def test_running_requests_continue_with_new_weights(pair: tuple[Models, Models])
 
 
 MODES = ("abort", "wait", "keep")
-"""What vLLM does with running requests when it pauses or sleeps."""
+"""Modes that determine what happens to running requests when vLLM pauses or sleeps."""
 REQUESTS = [
     dict(prompt=heads.text(length, first), temperature=0.8 * (first % 2), seed=first, max_tokens=60)
     for first, length in enumerate((3, 9, 33, 40, 64, 65, 130, 300))

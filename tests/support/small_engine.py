@@ -125,7 +125,7 @@ class Reads:
 
 
 class Pipe:
-    """What one stage sends and the next one receives."""
+    """A queue of the tensors that one stage sends to the next."""
 
     rank_in_group = 0
 

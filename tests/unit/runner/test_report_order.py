@@ -55,7 +55,7 @@ def test_async_scheduling_sends_tokens_before_drafting(backend: type[HostBackend
 
 @torch.inference_mode()
 def test_step_whose_forward_failed_has_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several steps in flight, vLLM asks for the tokens before it has seen the error."""
+    """vLLM asks for the tokens before it has seen the error if several steps are in flight."""
     engine = engine_of(HostBackend, tmp_path, overlap=True)
     monkeypatch.setattr(engine.runner, "compute", Mock(side_effect=RuntimeError("a card failed")))
     scheduled = engine.scheduler.schedule()

@@ -1,4 +1,4 @@
-"""What pipeline stages exchange. test_random_schedules.py runs two stages together."""
+"""Tests of the data that pipeline stages exchange. test_random_schedules.py runs two stages together."""
 
 from pathlib import Path
 

@@ -17,7 +17,7 @@ from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs  # noqa: E
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
-# With float32, fused attention can be compared element by element with other devices.
+# Fused attention in float32 can be compared element by element with other devices.
 _FUSED_DTYPES = ascend.FUSED_DTYPES | {torch.float32}
 
 

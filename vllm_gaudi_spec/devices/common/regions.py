@@ -173,7 +173,7 @@ class CompiledFunction:
         return self._sharing_outside(tensors) == self._sharing
 
     def _sharing_outside(self, tensors: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
-        """For each tensor, return the number of a non-argument tensor in the same memory, even after sleep mode."""
+        """Return the number of a non-argument tensor in the same memory for each tensor, even after sleep mode."""
         found = ((self._number_by_storage.get(storage), storage) for storage in map(_storage, tensors))
         return tuple(
             number if number is not None and _storage(self._outside[number]) == storage else None
@@ -218,7 +218,7 @@ def _form(segment: Segment, tracer: Tracer, inputs: Sequence[int], outputs: Sequ
 
 
 def _find_sharing(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """For each tensor, return the index of the first tensor in the same memory."""
+    """Return the index of the first tensor in the same memory for each tensor."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(_storage(tensor), index) for index, tensor in enumerate(tensors))
 

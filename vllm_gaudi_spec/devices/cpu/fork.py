@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 _PATIENCE_S = 2.0
-# With this many elements, torch splits the work across threads.
+# Torch splits the work across threads if there are this many elements.
 _ELEMENTS = 1 << 20
 
 _has_threads = False
