@@ -116,7 +116,8 @@ def check_vllm_gaudi(
     variables = environment.variables(environment.make_card(OUT / "card"))
     wrong = []
     for file in files:  # in a process each: what one leaves behind cannot fail another
-        command = [python, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "-p", "known"]
+        # Without a root directory, test ids would begin with the path of the copy.
+        command = [python, "-m", "pytest", "-q", "-rfE", "--rootdir", ".", "-p", "no:cacheprovider", "-p", "known"]
         done = subprocess.run([*command, f"tests/unit_tests/{file}"], cwd=copy, env=variables, check=False)
         if done.returncode:
             wrong.append(f"{file}: pytest ended with {done.returncode}")
