@@ -23,6 +23,7 @@ from tests.full_tests.speculation import METHODS, MODES, accepted, ngram, record
 from tests.full_tests.test_block_drafters import TARGET, check_drafts_on_card
 from tests.full_tests.test_mtp import check_every_draft
 from tests.full_tests.workload import Request, run_together
+from tests.support.releases import only_0_32
 from vllm_gaudi_spec.device_table import describe_device
 
 pytestmark = pytest.mark.cuda
@@ -124,7 +125,7 @@ def drawn(rule_target: str) -> list[list[int]]:
         return first_tokens(generate(llm, DRAWN, DRAWN_PARAMS))
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "medusa"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", pytest.param("medusa", marks=only_0_32)])
 def test_drafter_of_the_rule_is_never_wrong(
     method: str, rule_target: str, drawn: list[list[int]], tmp_path: Path
 ) -> None:
