@@ -79,6 +79,8 @@ class DeviceTraits:
     prefill_step: int = 0
     """The minimum difference between prefill buckets, or 0 to use only powers of two. A device sets this if padding
     costs more than additional shapes."""
+    prefill_parts: int = 4
+    """The maximum number of equal steps between two powers of two in the prefill buckets."""
     shares_kv_caches: bool = False
     """Whether each layer's KV cache is a single tensor in vLLM's layout, which KV connectors can read and write."""
     runs_stages: bool = False

@@ -29,7 +29,7 @@ def geometric(smallest: int, largest: int, growth: float) -> tuple[int, ...]:
     return tuple(buckets)
 
 
-def divided_powers(smallest: int, largest: int, step: int, parts: int = 4) -> tuple[int, ...]:
+def divided_powers(smallest: int, largest: int, step: int, parts: int) -> tuple[int, ...]:
     """Return powers of two from `smallest` on, and divide each interval between them into at most `parts` equal steps.
 
     Each step is at least `step`. If `step` is 0, the result contains only powers of two. The last size is `largest`

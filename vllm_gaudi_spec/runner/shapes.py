@@ -111,9 +111,11 @@ class Shapes:
         longest_chunk = min(scheduler.max_num_batched_tokens, max_len)
         traits = backend.traits
         alignment = traits.smallest_prefill
-        prefill = options.prefill_buckets or divided_powers(alignment, longest_chunk, traits.prefill_step)
+        prefill = options.prefill_buckets or divided_powers(
+            alignment, longest_chunk, traits.prefill_step, traits.prefill_parts
+        )
         decode = options.batch_buckets or divided_powers(1, scheduler.max_num_seqs, traits.decode_step, 8)
-        powers_of_two = divided_powers(1, scheduler.max_num_seqs, 0)
+        powers_of_two = divided_powers(1, scheduler.max_num_seqs, 0, 1)
         refuse_waste("batch_buckets", decode, scheduler.max_num_seqs, "--max-num-seqs")
         refuse_waste("prefill_buckets", prefill, longest_chunk, "--max-num-batched-tokens")
         most_rows = max(decode[-1], scheduler.max_num_seqs)

@@ -11,6 +11,7 @@ import torch
 from tests.support.fakes import HostBackend
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import DeviceTraits
+from vllm_gaudi_spec.devices.hpu import backend as hpu
 from vllm_gaudi_spec.runner.shapes import Shapes
 
 
@@ -96,6 +97,11 @@ def test_only_chunks_from_the_start_get_their_shapes(max_len: int) -> None:
             assert chosen.begins_at_start(shape) == (start == 0)
             assert not masked.begins_at_start(masked.prefill(1, length, start + length, start=start))
     assert not any(map(chosen.begins_at_start, set(chosen.all()) - listed))
+
+
+def test_gaudi_prompt_chunks_are_padded_by_at_most_half() -> None:
+    chosen = shapes(max_tokens=8192, max_len=8192, backend=SimpleNamespace(traits=hpu.TRAITS))
+    assert chosen.prefill_queries == (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
 def test_slices_of_any_chunks_fit_a_listed_shape() -> None:
