@@ -22,7 +22,7 @@ that the variable PYTHON names, or python3.
   --scale-method NAME       method for the scales; may be repeated (default: all)
   --exclude REGEX           modules that stay in high precision; may be repeated
   --allow-unseen            leave modules that saw no value in high precision
-  --engine JSON             more options for vllm.LLM while measuring
+  --engine JSON             additional options for vllm.LLM while measuring
   --fresh                   delete earlier measurements in FOLDER
 END
 }
