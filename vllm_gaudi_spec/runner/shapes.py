@@ -37,7 +37,7 @@ def fit_or_largest(buckets: tuple[int, ...], size: int, largest: int, name: str)
     if size <= buckets[-1]:
         return fit(buckets, size)
     logger.warning_once(
-        "A step of %d is larger than the largest of its %s, %d, so it is padded to %d and its graphs are compiled "
+        "A step of size %d exceeds the largest value in %s, %d, so it is padded to %d and its graphs are compiled "
         "while serving. List this size in additional_config.gaudi_spec.%s.",
         size,
         name,

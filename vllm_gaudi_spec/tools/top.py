@@ -77,7 +77,9 @@ def read(server: Server) -> Reading:
         return reading
     if reading.has(_GENERATED):
         raise ServerError(f"{server.base} is vLLM, but without this plugin: it exports no {_STEPS}")
-    raise ServerError(f"{server.base}/metrics has no series of vLLM: it is another server, or has --disable-log-stats")
+    raise ServerError(
+        f"{server.base}/metrics has no series of vLLM: it is not a vLLM server, or runs with --disable-log-stats"
+    )
 
 
 def show_once(history: History, server: Server, json_file: str | None) -> None:
