@@ -73,7 +73,7 @@ def _replace_layers(model_config: ModelConfig, backend: DeviceBackend) -> None:
 
 
 def join_stage_tensors(output: Any) -> Any:
-    """Return the tensors that an early pipeline stage computes as one, [T, W], or another model's output as it is."""
+    """Join the tensors that an early pipeline stage computes into one, [T, W]. Other outputs are returned unchanged."""
     if not isinstance(output, IntermediateTensors):
         return output
     return torch.cat([part_TH for _, part_TH in sorted(output.tensors.items())], dim=1)

@@ -33,7 +33,7 @@ def fit(buckets: tuple[int, ...], size: int) -> int:
 
 
 def fit_or_largest(buckets: tuple[int, ...], size: int, largest: int, name: str) -> int:
-    """Return the bucket for `size`. If the list is too short, return `largest`, captured while serving."""
+    """Return the bucket for `size`. If the list is too short, return `largest`."""
     if size <= buckets[-1]:
         return fit(buckets, size)
     logger.warning_once(

@@ -160,7 +160,7 @@ class AscendAttention(PairAttention):
 
     @cached_property
     def _compressed_mask(self) -> torch.Tensor | None:
-        """Return the compressed mask that all graphs share, created in an eager run, or None to use dense masks."""
+        """Return the compressed mask that an eager run creates for all graphs, or None to use dense masks."""
         if not environment.compresses_prompt_masks():
             return None
         return ascend_attention.compressed_mask(self._torch_device)
