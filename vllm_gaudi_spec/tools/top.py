@@ -42,7 +42,7 @@ def add_to(commands: Any) -> None:
     add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help="address of the server")
     add("--once", action="store_true", help="print once, as plain text")
     add("--interval", type=positive, default=1, metavar="S", help="seconds between two readings")
-    output.add_json(add, "the figures, once,")
+    output.add_json(add, "the figures once")
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -153,7 +153,7 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
         default=["baseline"],
         choices=[*TASKS, COMPARE],
         metavar="TASK",
-        help=f"speculation method, or several to compare: {', '.join(TASKS)}; {COMPARE} is {', '.join(COMPARED)}",
+        help=f"one or more speculation methods to compare: {', '.join(TASKS)}; {COMPARE} means {', '.join(COMPARED)}",
     )
     add("--model", metavar="MODEL", help="folder or Hugging Face id of the target (default: the demo model)")
     add_shared(
@@ -170,7 +170,7 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
         type=positive,
         default=512,
         metavar="N",
-        help="tokens to generate per prompt, past any end token",
+        help="number of tokens to generate per prompt; end tokens are ignored",
     )
     add("--batch-size", type=positive, default=8, metavar="N", help="concurrency: number of requests in flight")
     add("--num-prompts", type=positive, metavar="N", help=f"number of prompts ({num_prompts})")
@@ -203,7 +203,7 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
         type=positive,
         default=1,
         metavar="N",
-        help="maximum number of measured runs of each prompt (side by side, at most 2 after the first minute)",
+        help="maximum number of measured runs of each prompt (side by side, no third one starts after one minute)",
     )
     add("--run-base", action="store_true", help="run the baseline as well, and compare the texts")
     output.add_json(add, "the record of the run")
@@ -214,8 +214,8 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
         nargs="?",
         const=Path(),
         metavar="FOLDER",
-        help="write torch.profiler's trace of the measured run to FOLDER, or beside the file of --json, or here "
-        "(default: no trace)",
+        help="write torch.profiler's trace of the measured run to FOLDER; without FOLDER, to the folder of --json's "
+        "file or the current one (default: no trace)",
     )
     add(
         "--assert-accept-rate",

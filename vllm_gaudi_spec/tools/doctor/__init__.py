@@ -75,7 +75,9 @@ def add_to(commands: Any) -> None:
     add("--tensor-parallel-size", type=positive, metavar="N", help="as for vllm serve (default: 1)")
     add("--dtype", help="as for vllm serve (default: vLLM's)")
     add("--kv-cache-dtype", metavar="DTYPE", help="as for vllm serve (default: vLLM's)")
-    add("--error", metavar="TEXT", help="an error message, or a log's file: explain CANN's codes in it (default: none)")
+    add(
+        "--error", metavar="TEXT", help="an error message or log file whose CANN error codes to explain (default: none)"
+    )
     add(
         "--bundle",
         metavar="FILE",

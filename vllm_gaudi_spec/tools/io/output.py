@@ -31,7 +31,7 @@ def add_json(add: Any, what: str) -> None:
         nargs="?",
         const=STDOUT,
         metavar="FILE",
-        help=f"write {what} to FILE; print it, and nothing else, if FILE is - or left out",
+        help=f"write {what} to FILE; if FILE is - or left out, print only that",
     )
 
 
