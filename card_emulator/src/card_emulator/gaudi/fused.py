@@ -303,8 +303,9 @@ def fp8_gemm_v2(
 ) -> torch.Tensor:
     """Return the matrix product multiplied by its scales. The product is computed in float64, in which these sums are
     exact in any order, so that the result for a row does not depend on the number of rows. For bfloat16, the sum and
-    the scale are both rounded before they are multiplied. The result is bitwise equal to the one in vllm-gaudi's two
-    files for layers with static scales (v0.26.0, test_hpu_compressed_tensors)."""
+    the scale are both rounded before they are multiplied. The result is bitwise equal to those stored in vllm-gaudi's
+    two test files for layers with static scales (v0.26.0, test_hpu_compressed_tensors).
+    """
     check_fp8(A_scale_inv, B_scale_inv)
     left = A.double().transpose(-1, -2) if trans_A else A.double()
     right = B.double().transpose(-1, -2) if trans_B else B.double()
