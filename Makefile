@@ -41,13 +41,13 @@ help:  ## show this list
 $(VENV)/.stamp: pyproject.toml requirements/cpu.txt requirements/torch.txt requirements/install.py \
 		requirements/vllm-name/pyproject.toml card_emulator/pyproject.toml
 	@if [ -e $(VENV)/made-of ]; then \
-		echo "error: $(VENV) is a card's environment, made by requirements/environment.py; this target is for the CPU's:" \
+		echo "error: $(VENV) is an environment for a card (requirements/environment.py), but this target needs one for the CPU:" \
 			"use the commands in $(BIN), or remove $(VENV)"; exit 1; fi
 	@if [ -e $(VENV)/.installing ]; then \
-		echo "an earlier set-up was interrupted: starting $(VENV) afresh"; rm -rf $(VENV); fi
+		echo "an earlier setup was interrupted, so $(VENV) is created again"; rm -rf $(VENV); fi
 	@if [ ! -x $(BIN)/pip ]; then \
 		python='$(PYTHON)'; \
-		"$${python:-false}" -c '$(SUPPORTED)' || { echo "error: Python 3.11 or 3.12 is needed$${python:+, $$python is not};" \
+		"$${python:-false}" -c '$(SUPPORTED)' || { echo "error: Python 3.11 or 3.12 is needed$${python:+, but $$python is neither};" \
 			"install one or name it: make PYTHON=/path/to/python3.12"; exit 1; }; \
 		echo "[1/4] $(VENV) with $$("$$python" --version)"; \
 		"$$python" -m venv $(VENV); fi
@@ -59,20 +59,20 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp requirements/dev.txt requirements/torchvision
 	@touch $@
 
 .PHONY: setup
-setup: $(VENV)/.stamp  ## make .venv with the locked CPU stack and this project
+setup: $(VENV)/.stamp  ## create .venv with the locked CPU packages and this project
 
 .PHONY: dev
-dev: $(VENV)/.stamp-dev  ## the same with what tests and linters need
+dev: $(VENV)/.stamp-dev  ## set up .venv, and add what tests and linters need
 
 # No set-up: pip makes an environment for the build. What an earlier build left would be packed too.
 .PHONY: wheel
-wheel:  ## build dist/*.whl: this project with the models of the demo inside, and card_emulator
+wheel:  ## build wheels into dist/: this project with the demo's models, and card_emulator
 	@rm -rf build/lib build/bdist.* card_emulator/build dist/vllm_gaudi_spec-*.whl dist/card_emulator-*.whl
 	@'$(or $(PYTHON),python3)' -m pip wheel --quiet --no-deps --wheel-dir dist . ./card_emulator
 	@ls dist/*.whl
 
 .PHONY: lock
-lock:  ## make requirements/*.txt from requirements/*.in (needs uv)
+lock:  ## compile requirements/*.txt from requirements/*.in (needs uv)
 	cd requirements && for name in cpu dev docs kubernetes vllm-ascend vllm-gaudi optimum-habana; do \
 		$(UV) pip compile $$name.in --excludes excludes.txt --universal --python-version 3.11 --generate-hashes \
 			$$([ $$name != dev ] || echo --constraint cpu.txt) \
@@ -86,7 +86,7 @@ lock:  ## make requirements/*.txt from requirements/*.in (needs uv)
 		--universal --python-version 3.11 --generate-hashes --custom-compile-command 'make lock' --quiet -o torch.txt
 
 .PHONY: clean
-clean:  ## remove .venv and what the tools left; the demo model stays in the cache directory
+clean:  ## remove .venv and all build and test output; the demo model stays in the cache directory
 	rm -rf $(VENV) .bench .demo .verify .mypy_cache .pytest_cache .ruff_cache
 	rm -rf $(foreach made,build dist *.egg-info,$(made) requirements/vllm-name/$(made) card_emulator/$(made) card_emulator/src/$(made))
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -112,7 +112,7 @@ serve: $(VENV)/.stamp  ## start an OpenAI-compatible server (MODEL=, HOST=, PORT
 		--host $(HOST) --port $(PORT) $(ARGS)
 
 .PHONY: bench
-bench: $(VENV)/.stamp  ## measure costs of a step, and throughput beside vLLM's CPU platform, into .bench/ (ARGS= for `python -m benchmarks upstream`, instead of --fixed)
+bench: $(VENV)/.stamp  ## measure the costs of a step, and compare throughput with vLLM's CPU platform; results go to .bench/ (ARGS= for `python -m benchmarks upstream`, instead of --fixed)
 	@mkdir -p .bench
 	@$(BIN)/python -m benchmarks host_overhead --json .bench/host_overhead.json
 	@$(BIN)/python -m benchmarks upstream --fresh --json .bench/upstream.json $(or $(ARGS),--fixed)
@@ -125,11 +125,11 @@ ON_GAUDI := env VGS_DEVICE=hpu-emulated PT_HPU_LAZY_MODE=1
 ON_ASCEND := env VGS_DEVICE=ascend-emulated
 
 .PHONY: test
-test: $(VENV)/.stamp-dev  ## unit tests and one full test per promise
+test: $(VENV)/.stamp-dev  ## run the unit tests and one full test per guarantee
 	@echo "[1/4] unit tests"
 	@$(BIN)/pytest -n auto -m "not slow" tests/unit
 	@$(BIN)/pytest -n auto -m "not slow" card_emulator/tests --ignore card_emulator/tests/cann
-	@echo "[2/4] full tests: real engines, two at a time; the tests of a file share theirs"
+	@echo "[2/4] full tests with real engines, two at a time; the tests in a file share engines"
 	@$(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and not emulated and not ascend and not cuda" --durations=10 -v
 	@echo "[3/4] the emulated Gaudi"
 	@$(ON_GAUDI) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/full_tests -m "not slow and emulated" \
@@ -140,11 +140,11 @@ test: $(VENV)/.stamp-dev  ## unit tests and one full test per promise
 	@$(ON_ASCEND) $(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and (every_card or ascend)" --durations=5 -v
 
 .PHONY: verify
-verify: $(VENV)/.stamp-dev  ## every test but those on GPUs, hours; continues where it was interrupted (ARGS=--fresh starts over)
+verify: $(VENV)/.stamp-dev  ## run every test except those for GPUs; takes hours, and resumes after an interruption (ARGS=--fresh starts over)
 	@$(BIN)/python tests/verify.py $(ARGS)
 
 .PHONY: verify-vllm-ascend
-verify-vllm-ascend: $(VENV)/.stamp-dev  ## test universal_draft beside vllm-ascend: its classes, and its engines over the emulated CANN (ARGS=)
+verify-vllm-ascend: $(VENV)/.stamp-dev  ## test universal_draft in vllm-ascend: its classes, and its engines on the emulated CANN (ARGS=)
 	@$(BIN)/python tests/verify.py integrations $(ARGS)
 
 .PHONY: verify-models
@@ -152,12 +152,12 @@ verify-models: $(VENV)/.stamp-dev  ## compare tiny checkpoints of every architec
 	@$(BIN)/python -m tests.models $(ARGS)
 
 .PHONY: verify-upstream
-verify-upstream: $(VENV)/.stamp-dev  ## run vLLM's own tests here and on its CPU platform, hours; continues where it was interrupted (ARGS=WORD, --keep)
+verify-upstream: $(VENV)/.stamp-dev  ## run vLLM's own tests here and on vLLM's CPU platform; takes hours, and resumes after an interruption (ARGS=WORD, --keep)
 	@$(BIN)/python -m tests.upstream $(ARGS)
 
 .PHONY: verify-next
-verify-next: $(VENV)/.stamp-dev  ## test another vLLM release on the emulated Gaudi (VLLM=its source distribution)
-	@[ -e '$(VLLM)' ] || { echo "error: VLLM= names a source distribution of vLLM, or a folder with one unpacked"; exit 2; }
+verify-next: $(VENV)/.stamp-dev  ## test another vLLM release on the emulated Gaudi (VLLM=path of its source distribution)
+	@[ -e '$(VLLM)' ] || { echo "error: set VLLM= to a source distribution of vLLM, or to a folder with its contents"; exit 2; }
 	@$(BIN)/python -m tests.verify_next '$(VLLM)'
 
 # No set-up: on a card's machine the Python of the vendor's image is the one that has torch for it.
@@ -165,30 +165,30 @@ verify_on = python=$(BIN)/python; [ -x "$$python" ] || python=python3; "$$python
 
 # No set-up: torch 2.11 with the rest is an environment of the user's.
 .PHONY: verify-torch211
-verify-torch211:  ## test the emulated Gaudi on torch 2.11, as in images of Gaudi 1.24.1 (PYTHON=, of an environment that has it)
+verify-torch211:  ## test the emulated Gaudi with torch 2.11, as in images with Gaudi software 1.24.1 (PYTHON= of an environment that has it)
 	@'$(PYTHON)' -c 'import sys, torch; v = torch.__version__; sys.exit(v[:5] != "2.11." and f"error: torch {v}, not 2.11")'
 	@$(ON_GAUDI) '$(PYTHON)' -m pytest tests/conformance
 	@$(ON_GAUDI) '$(PYTHON)' -m pytest -n 2 --dist loadfile tests/full_tests -m emulated --durations=5 -v $(ARGS)
 
 .PHONY: verify-vendor
-verify-vendor: $(VENV)/.stamp-dev  ## test vllm-gaudi on the emulated Gaudi, and its worker beside ours (VENDOR=checkout, ARGS=)
-	@[ -d '$(VENDOR)' ] || { echo "error: VENDOR= names a checkout of vllm-gaudi at 091bbadd"; exit 2; }
+verify-vendor: $(VENV)/.stamp-dev  ## run vllm-gaudi's tests on the emulated Gaudi, and compare its worker with ours (VENDOR=checkout, ARGS=)
+	@[ -d '$(VENDOR)' ] || { echo "error: set VENDOR= to a checkout of vllm-gaudi at 091bbadd"; exit 2; }
 	@$(BIN)/python -m tests.vendor vllm-gaudi '$(VENDOR)' $(ARGS)
 
 .PHONY: verify-optimum
-verify-optimum: $(VENV)/.stamp-dev  ## run optimum-habana's text generation on the emulated Gaudi, beside transformers
+verify-optimum: $(VENV)/.stamp-dev  ## compare optimum-habana's text generation on the emulated Gaudi with transformers
 	@$(BIN)/python -m tests.vendor optimum-habana
 
 .PHONY: verify-gaudi
-verify-gaudi:  ## test on a Gaudi: full tests, and its counts beside the emulator's (MODE=compile compiles graphs only; ARGS=--rehearse; neither needs a card)
+verify-gaudi:  ## run the full tests on a Gaudi, and compare its counts with the emulator's (MODE=compile only compiles graphs; ARGS=--rehearse; neither needs a card)
 	@$(call verify_on,$(if $(MODE),verify_$(MODE),verify_device gaudi))
 
 .PHONY: verify-ascend
-verify-ascend:  ## test on an Ascend NPU: the same
+verify-ascend:  ## run the full tests on an Ascend NPU (ARGS=--rehearse needs no NPU)
 	@$(call verify_on,verify_device ascend)
 
 .PHONY: lint
-lint: $(VENV)/.stamp-dev  ## check with ruff, import-linter, mypy, and linters of markdown and the Dockerfile
+lint: $(VENV)/.stamp-dev  ## run ruff, import-linter, mypy, and linters for Markdown and the Dockerfile
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/lint-imports
@@ -198,15 +198,15 @@ lint: $(VENV)/.stamp-dev  ## check with ruff, import-linter, mypy, and linters o
 
 # No set-up: the few packages for it have an environment of their own.
 .PHONY: docs
-docs:  ## build the site of docs/ into build/docs; open index.html there
+docs:  ## build the documentation site into build/docs; open index.html there
 	@'$(or $(PYTHON),python3)' requirements/environment.py docs $(VENV)/docs
 	@NO_MKDOCS_2_WARNING=true $(VENV)/docs/bin/mkdocs build --strict
 	@echo "$(CURDIR)/build/docs/index.html"
 
 .PHONY: docs-reference
-docs-reference: $(VENV)/.stamp  ## write the generated tables and plots in docs/, from the code and benchmarks/results/
+docs-reference: $(VENV)/.stamp  ## write the generated tables and plots in docs/ from the code and benchmarks/results/
 	@$(BIN)/python docs/generate.py
 
 .PHONY: replay
-replay:  ## build the CPU image without docker, and use it (root, buildah, debootstrap; ARGS=)
+replay:  ## build the CPU image without docker, and test it (needs root, buildah and debootstrap; ARGS=)
 	@python3 docker/replay.py cpu $(ARGS)

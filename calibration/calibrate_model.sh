@@ -6,23 +6,23 @@ usage() {
     cat <<'END'
 usage: calibrate_model.sh MODEL --out FOLDER [options]
 
-Make FP8 scales for MODEL, a folder or Hugging Face id, and for its drafter. Uses the Python of `make setup`, the one
-that the variable PYTHON names, or python3.
+Make FP8 scales for MODEL, a folder or Hugging Face id, and for its drafter. Uses the Python that the variable PYTHON
+names, the one of `make setup`, or python3.
 
-  --out FOLDER              folder of the calibration; the same folder continues an interrupted one
+  --out FOLDER              folder for the calibration; to continue an interrupted one, pass the same folder
   --draft DRAFT             the drafter (default: only MODEL is calibrated)
   --method NAME             speculation method, as in vLLM (default: draft_model)
   --num-speculative-tokens K  drafts per step (default: 3)
   --prompts SOURCE          a .jsonl or .txt file, a folder of .txt files, or a Hugging Face data set (default: a built-in set)
   --limit N                 use the first N prompts
-  --chat                    put each prompt into the chat template of MODEL
-  --card gaudi2|gaudi3      card that the scales are for (default: the one of this machine, or gaudi2 without a Gaudi)
+  --chat                    apply MODEL's chat template to each prompt
+  --card gaudi2|gaudi3      card for which to make scales (default: this machine's, or gaudi2 without a Gaudi)
   --tensor-parallel-size N  ranks to measure with (default: 1)
   --world-size N            ranks that will serve (default: as many as measured)
   --scale-method NAME       method for the scales; may be repeated (default: all)
   --exclude REGEX           modules that stay in high precision; may be repeated
   --allow-unseen            leave modules that saw no value in high precision
-  --engine JSON             more options for vllm.LLM while measuring
+  --engine JSON             additional options for vllm.LLM while measuring
   --fresh                   delete earlier measurements in FOLDER
 END
 }

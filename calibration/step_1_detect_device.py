@@ -18,7 +18,7 @@ def main() -> int:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="the folder of this calibration")
-    add_shared(add, "--card", choices=CARDS, help="make scales for this card (default: the one of this machine)")
+    add_shared(add, "--card", choices=CARDS, help="make scales for this card (default: the card of this machine)")
     options = parser.parse_args()
 
     def step() -> None:

@@ -19,7 +19,7 @@ def main() -> int:
     add("--out", type=Path, required=True, help="the folder of this calibration")
     add("--prompts", metavar="SOURCE", help=f"{SOURCES} (default: a built-in set)")
     add("--limit", type=positive, metavar="N", help="use the first N prompts (default: all; 512 of a data set)")
-    add("--chat", metavar="MODEL", help="put each prompt into the chat template of this model")
+    add("--chat", metavar="MODEL", help="apply the chat template of this model to each prompt")
     options = parser.parse_args()
 
     def step() -> None:

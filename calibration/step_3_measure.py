@@ -44,9 +44,9 @@ def main() -> int:
         type=positive,
         default=512,
         metavar="N",
-        help="length to which prompts are cut, in tokens",
+        help="maximum length of prompts, in tokens; longer ones are cut",
     )
-    add("--engine", type=json_object, default={}, metavar="JSON", help="more options for vllm.LLM")
+    add("--engine", type=json_object, default={}, metavar="JSON", help="additional options for vllm.LLM")
     add("--fresh", action="store_true", help="delete earlier measurements in this folder")
     add("--verbose", action="store_true", help="show the traceback of an error")
     options = parser.parse_args()

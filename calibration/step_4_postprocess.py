@@ -17,8 +17,8 @@ def main() -> int:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="the folder of this calibration")
-    add("--model", help="make sure that the target's measurements are of this model")
-    add_shared(add, "--draft", help="make sure that the drafter's measurements are of this model")
+    add("--model", help="check that the target's measurements are for this model")
+    add_shared(add, "--draft", help="check that the drafter's measurements are for this model")
     add("--allow-unseen", action="store_true", help="leave modules that saw no value in high precision")
     options = parser.parse_args()
 

@@ -21,10 +21,10 @@ def main() -> int:
     add("--to", type=Path, dest="destination", metavar="PREFIX", help="and where to write them")
     add("--world-size", type=positive, metavar="N", help="ranks that will serve (default: as many as measured)")
     add("--measured-world-size", type=positive, metavar="N", help="which measurements, if there are several")
-    add("--model", help="make sure that the target's measurements, or those of --from, are of this model")
+    add("--model", help="check that the target's measurements, or those of --from, are for this model")
     options = parser.parse_args()
     if (options.out is None) == (options.source is None) or (options.source is None) != (options.destination is None):
-        parser.error("give --out, or --from and --to")
+        parser.error("pass --out, or --from and --to")
 
     def step() -> None:
         pairs = [(options.source, options.destination)]

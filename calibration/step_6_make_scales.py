@@ -29,10 +29,10 @@ def main() -> int:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="the folder of this calibration")
     add("--scale-method", action="append", default=[], choices=SCALE_METHODS, help="may be repeated (default: all)")
-    add_shared(add, "--card", choices=CARDS, help="make scales for this card (default: the one of step 1)")
+    add_shared(add, "--card", choices=CARDS, help="make scales for this card (default: the card of step 1)")
     add("--exclude", action="append", default=[], metavar="REGEX", help="modules that stay in high precision")
-    add("--model", help="make sure that the target's measurements are of this model")
-    add_shared(add, "--draft", help="make sure that the drafter's measurements are of this model")
+    add("--model", help="check that the target's measurements are for this model")
+    add_shared(add, "--draft", help="check that the drafter's measurements are for this model")
     options = parser.parse_args()
 
     def step() -> None:
@@ -40,7 +40,7 @@ def main() -> int:
         roles = folder.roles
         card = options.card or str(read_json(folder.device).get("card"))
         if card not in CARDS:
-            raise QuantFilesError(f"{folder.device} names no card ({card}); run step 1 again, or give --card")
+            raise QuantFilesError(f"{folder.device} names no card ({card}); run step 1 again, or pass --card")
         done = {}
         for name in roles:  # all are read and checked before one is written
             prefix = folder.role(name).final

@@ -22,7 +22,7 @@ def main() -> int:
     try:
         model = client.models.list().data[0].id
     except APIConnectionError:
-        print(f"error: no server answers at {options.url}; start one with `make serve`, or give --url", file=sys.stderr)
+        print(f"error: no server answers at {options.url}; start one with `make serve`, or pass --url", file=sys.stderr)
         return 1
 
     started = time.monotonic()

@@ -51,7 +51,7 @@ def make(what: str, folder: Path) -> int:
         return 0
     if not stamp.is_file() and folder.exists() and not is_empty_folder(folder):
         print(
-            f"error: {folder} was not made by this script, so it stays; name another folder, or remove it",
+            f"error: {folder} was not created by this script, so it is kept; name another folder, or remove it",
             file=sys.stderr,
         )
         return 2

@@ -242,7 +242,7 @@ def main() -> int:
         else:
             install_vllm_ascend()
     except KeyboardInterrupt:
-        print("interrupted; run the same command again to go on")
+        print("interrupted; run the same command again to continue")
         return 130
     except subprocess.CalledProcessError as error:
         print("\n".join(error.output.splitlines()[-25:]))

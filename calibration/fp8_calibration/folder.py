@@ -88,7 +88,7 @@ def read_measurements(prefix: Path, world: int | None, model: str | None) -> lis
     records = read_world(prefix, world)
     expected = fingerprint(model) if model else ""
     if expected and records[0].model and records[0].model != expected:
-        raise QuantFilesError(f"{prefix} was measured on another model than {model}")
+        raise QuantFilesError(f"{prefix} was measured on a different model than {model}")
     return records
 
 

@@ -118,7 +118,9 @@ def _claim(folder: Folder, run: Run, identity: dict[str, Any]) -> int:
         return done
     for name in (TARGET, DRAFT):
         if not stored and files.find_ranks(folder.role(name).measured):
-            raise QuantFilesError(f"{folder.progress} is missing beside measurements; start over with --fresh")
+            raise QuantFilesError(
+                f"{folder.progress} is missing, although there are measurements; start over with --fresh"
+            )
         _remove(folder.role(name).measured.parent)  # left by an interrupted first chunk
     write_json(folder.progress, identity | {"done": 0})
     return 0

@@ -321,7 +321,7 @@ def _count_rows(shape: LinearShape, world: int) -> list[int]:
         owners = _count_owners(part, world)
         if part.rows % owners or world % owners or (part.heads and part.heads % owners):
             raise QuantFilesError(
-                f"{part.rows} output channels in {part.heads or 1} heads do not spread over {world} ranks"
+                f"{part.rows} output channels in {part.heads or 1} heads cannot be divided among {world} ranks"
             )
         counts.append(part.rows // owners)
     return counts
@@ -332,7 +332,7 @@ def _count_columns(shape: LinearShape, world: int) -> int:
     if shape.axis != "columns":
         return shape.columns
     if shape.columns % world:
-        raise QuantFilesError(f"{shape.columns} input channels do not spread over {world} ranks")
+        raise QuantFilesError(f"{shape.columns} input channels cannot be divided among {world} ranks")
     return shape.columns // world
 
 

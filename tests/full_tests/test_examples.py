@@ -81,7 +81,7 @@ def test_stream_example_without_a_server() -> None:
     done = python("stream.py", "--url", f"http://127.0.0.1:{free_port()}/v1")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.endswith("start one with `make serve`, or give --url")
+    assert line.endswith("start one with `make serve`, or pass --url")
 
 
 SMALL = ("--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "2")

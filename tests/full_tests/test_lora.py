@@ -146,7 +146,7 @@ BAD: dict[str, tuple[Callable[[dict[str, torch.Tensor], dict[str, Any]], None], 
     "half of a pair": (_drop_second, "is missing"),
     "another size": (_narrow, "have shapes"),
     "infinite": (_infinite, "not all numbers"),
-    "empty": (lambda tensors, _: tensors.clear(), "no matrix"),
+    "empty": (lambda tensors, _: tensors.clear(), "no matrices"),
     "dora": (lambda _, config: config.update(use_dora=True), "DoRA"),
     "no rank": (lambda _, config: config.pop("r"), "'r'"),
 }

@@ -1,4 +1,4 @@
-"""What is not supported is refused at start-up, in one line that says what to do; unsupported requests one by one."""
+"""What is not supported is rejected at start-up, in one line that says what to do; unsupported requests one by one."""
 
 import json
 import shutil
@@ -95,7 +95,7 @@ def test_bad_request_does_not_stop_the_engine(tiny_llama: str) -> None:
 def test_head_of_another_model_is_refused(tiny_llama: str) -> None:
     message = refusal(tiny_llama, speculative_config=head("eagle", 3))
     assert "hidden states of size 96" in message
-    assert "give a head that was trained for this model" in message
+    assert "use a head that was trained for this model" in message
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_head_for_another_size_is_refused(
         assert "hidden states of size 64" in message
     else:
         message = refusal(tiny_llama, speculative_config=head(method, 3))
-    assert "give a head that was trained for this model" in message
+    assert "use a head that was trained for this model" in message
 
 
 def test_target_without_auxiliary_states_is_refused() -> None:

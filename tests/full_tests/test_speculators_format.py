@@ -93,7 +93,7 @@ def test_other_methods_of_the_library_are_refused(method: str, words: str, check
         (TARGET, dict(speculative_config=dict(model=drafter, method="eagle3", num_speculative_tokens=2))),
     ):
         message = refusal(model, **options)
-        assert f"of method {method}, which vLLM does not read" in message
+        assert f"for method {method}, which vLLM does not support" in message
         assert words in message
 
 
@@ -104,8 +104,8 @@ DSPARK = PUBLISHED["GLM-5.3-speculator.dspark"]
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (DFLASH | dict(sample_from_anchor=True), "from the newest token's place (sample_from_anchor)"),
-        (DSPARK.reduce() | dict(markov_head_type="gated"), "of type gated, and only vanilla is supported"),
+        (DFLASH | dict(sample_from_anchor=True), "from the newest token's position (sample_from_anchor)"),
+        (DSPARK.reduce() | dict(markov_head_type="gated"), "of type gated, but only vanilla is supported"),
     ],
     ids=["dflash", "dspark"],
 )

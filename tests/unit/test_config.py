@@ -328,7 +328,7 @@ THRESHOLD = "scheduler_config.long_prefill_token_threshold"
 REFUSED: list[Any] = [
     # The speculative configuration
     ("extract_hidden_states is not supported yet", dict(speculative=dict(method="extract_hidden_states"))),
-    ("finds nothing that drafts in .* \\(llama\\)", dict(speculative=dict(method="mtp", num_speculative_tokens=1))),
+    ("found no layers for drafting in .* \\(llama\\)", dict(speculative=dict(method="mtp", num_speculative_tokens=1))),
     ("17 drafts .* set num_speculative_tokens", dict(speculative=NGRAM | dict(num_speculative_tokens=17))),
     # Upstream takes the tree's depth.
     ("24 drafts .* set num_speculative_tokens", dict(speculative=SUFFIX | dict(num_speculative_tokens=None))),
@@ -360,10 +360,10 @@ REFUSED: list[Any] = [
         dict(speculative=DRAFT, changed=ON_MATRIX | ASSISTANT, device="hpu"),
     ),
     (
-        "draft_lm_head_quantization is nvfp4, and only fp8",
+        "draft_lm_head_quantization is nvfp4, but only fp8",
         dict(speculative=DRAFT | dict(draft_lm_head_quantization="nvfp4")),
     ),
-    ("draft_lm_head_quantization needs a device .* cpu does not", dict(speculative=DRAFT | FP8_MATRIX)),
+    ("draft_lm_head_quantization needs FP8 .* cpu does not", dict(speculative=DRAFT | FP8_MATRIX)),
     (None, dict(speculative=DRAFT, changed=ON_MATRIX, device="hpu")),
     (None, dict(speculative=UNIVERSAL, changed=ON_MATRIX, device="hpu", options=dict(dtype="bfloat16"))),
     (
@@ -411,15 +411,15 @@ REFUSED: list[Any] = [
     ("profiler type for cpu.*; leave out --profiler-config", dict(options=dict(profiler_config={"profiler": "cuda"}))),
     ("format pt reads pickles", dict(options=dict(load_format="pt"))),
     ("format npcache reads", dict(speculative=DRAFT | dict(draft_load_config={"load_format": "npcache"}))),
-    ("Schedulers other than ours .*leave out --scheduler-cls", dict(options=dict(scheduler_cls="somebody.Scheduler"))),
+    ("Custom schedulers .*leave out --scheduler-cls", dict(options=dict(scheduler_cls="somebody.Scheduler"))),
     # KV connectors
     (None, dict(options=connecting("NixlConnector", recomputes=True))),
     (None, dict(options=connecting("ExampleConnector") | WHOLE_PROMPTS)),
     (None, dict(options=connecting(("NixlConnector", "ExampleConnector")) | WHOLE_PROMPTS)),
     ("not supported on hpu; leave out --kv-transfer-config", dict(options=connecting("NixlConnector"), device="hpu")),
     ("LMCacheConnectorV1 is not supported; use", dict(options=connecting("LMCacheConnectorV1"))),
-    ("OffloadingConnector works alone", dict(options=connecting(("NixlConnector", "OffloadingConnector")))),
-    ("with cpu_bytes_to_use", dict(options=connecting("OffloadingConnector"))),
+    ("OffloadingConnector works only alone", dict(options=connecting(("NixlConnector", "OffloadingConnector")))),
+    ("set cpu_bytes_to_use", dict(options=connecting("OffloadingConnector"))),
     (None, dict(options=connecting("OffloadingConnector", cpu_bytes_to_use=1 << 20))),
     ("block_size", dict(options=connecting("OffloadingConnector", cpu_bytes_to_use=1 << 20, block_size=64))),
     ("use --no-enable-chunked-prefill", dict(options=connecting("ExampleConnector"))),
@@ -531,7 +531,7 @@ def test_block_drafters_of_other_classes_are_refused(
     method: str, architecture: str, named: str | None, tmp_path: Path
 ) -> None:
     drafter = save_block_drafter(tmp_path / "drafter", architecture)
-    message = f"^{drafter} has the architecture {named}, which is not supported with method {method}; give a drafter"
+    message = f"^{drafter} has the architecture {named}, which is not supported with method {method}; use a drafter"
     with refused_with(named and message):
         engine_config(tmp_path, dict(method=method, model=drafter))
 
@@ -789,7 +789,7 @@ def test_kimi_k3_is_refused(named: str | None, parts: dict[str, Any], attn_res_b
     """Its text shares class and configuration with Kimi Linear."""
     config = SimpleNamespace(linear_attn_config=parts, attn_res_block_size=attn_res_block_size)
     model: Any = SimpleNamespace(model="m", architectures=["KimiLinearForCausalLM"], hf_text_config=config)
-    check_reasons(models._kimi_refusals(model), named and f"m has {named}, as Kimi K3")
+    check_reasons(models._kimi_refusals(model), named and f"m has {named}, like Kimi K3")
 
 
 @pytest.mark.parametrize(

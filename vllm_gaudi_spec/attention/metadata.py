@@ -241,7 +241,7 @@ class StateCall:
     """int32: number of earlier tokens that are stored separately because the row's state does not include them yet."""
     num_queries: int
     commits: bool
-    """Whether to add the real tokens to the state. If not, they stay pending, because drafts may be rejected."""
+    """Whether to add the real tokens to the state. Otherwise, they stay pending, because drafts may be rejected."""
     packed: Packed | None = None
 
     def unflatten(self, tensor_T: torch.Tensor) -> torch.Tensor:

@@ -299,8 +299,8 @@ class Drafting:
     def cap_scheduled_drafts(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
         """Return the maximum number of draft tokens for each request on the device, int32.
 
-        This is called with async scheduling, where only the device knows the number of drafts, and never exceeds the
-        scheduled number.
+        This method is called with async scheduling, where only the device knows the number of drafts. The result never
+        exceeds the scheduled number.
         """
         return np.array(num_scheduled, dtype=np.int32)
 

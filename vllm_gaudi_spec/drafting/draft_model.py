@@ -293,7 +293,7 @@ class DraftModelKVSync(DrafterKVSync):
     # --- device ---
 
     def _read_rows(self, step: StepInputs, queries: int) -> None:
-        """Read the next tokens, except the newest, in rows of which the drafter has read at least `starts_B` tokens."""
+        """Read the next tokens, except the newest, in rows in which the drafter has read at least `starts_B` tokens."""
         rows = step.split()
         rows_P = rows.rows_B
         reach_P = self._reach_R.index_select(0, rows_P)

@@ -59,8 +59,8 @@ def compute_drafting_bytes(
 class DrafterKVRegion:
     """KV storage for a drafter that numbers positions itself. Each row has a fixed range of blocks.
 
-    This KV cannot be stored in the target's blocks, whose positions are those of target tokens and which vLLM shares
-    between requests based on these tokens.
+    This KV cannot be stored in the target's blocks: their positions are those of target tokens, and vLLM shares them
+    between requests that have the same target tokens.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ def _get_drafter_group(vllm_config: VllmConfig, target: LoadedModel) -> GroupCoo
 
 
 def _without_stages(vllm_config: VllmConfig) -> VllmConfig:
-    """Return a copy from which vLLM's head classes derive layer names that differ from those of all target layers.
+    """Return a copy of the configuration, from which vLLM's head classes derive layer names that no target layer has.
 
     A head's first layer is numbered after the target's layers, but vLLM counts only those of this pipeline stage.
     """
@@ -233,7 +233,7 @@ def share_modules(target: nn.Module, head: Any, group: GroupCoordinator | None =
     embeddings = _get_embeddings(target)
     if embeddings is None:
         raise UnsupportedConfigError(
-            f"{type(target).__name__} has no embeddings under a name that heads know; use another method in "
+            f"{type(target).__name__} has no embeddings under a name that is supported; use another method in "
             "--speculative-config."
         )
     shared: set[str] = set()

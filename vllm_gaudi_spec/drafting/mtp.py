@@ -113,7 +113,7 @@ def _share_kv(vllm_config: VllmConfig, target_layers: list[str], assistant: Any)
         if kind not in owners:
             raise UnsupportedConfigError(
                 f"The assistant has a layer of {kind}, but {vllm_config.model_config.model} has none with KV of its "
-                "own; give the assistant of this model in --speculative-config."
+                "own; use this model's assistant in --speculative-config."
             )
         (owner,) = (name for name in target_layers if f".layers.{owners[kind]}." in name)
         attention = layer.self_attn.attn
@@ -223,8 +223,8 @@ class ChainedKVSync(HeadKVSync):
         self._unread_RH = [torch.zeros_like(self._carried_RH) for _ in layers[1:]]
         """For each layer except the first, each row's state at the first position that the layer has not read."""
         self._starts = DeviceRows(self._requests.backend, self._requests.pad_row, np.zeros(2, dtype=np.int32))
-        """For each row, the first position that was not computed before admission (no states are known before it), and
-        the number of tokens known at admission."""
+        """For each row, the first position computed since admission (no earlier states are known), and the number of
+        tokens at admission."""
 
     # --- host ---
 

@@ -85,7 +85,7 @@ class DeviceNgramProposer(_Sized, DeviceProposer):
         return Drafts(torch.where(offsets_K < num_drafts_B[:, None], drafts_BK, 0), num_drafts_B.int())
 
     def _find_distance(self, tokens_BM: torch.Tensor, lengths_B1: torch.Tensor) -> torch.Tensor:
-        """Return the distance from each row's match to its end, int32 [B, 1], or 0 if there is no match."""
+        """Return the distance from the end of each row's match to the row's end, int32 [B, 1], or 0 without a match."""
         width = tokens_BM.shape[1]
         end_M = torch.arange(width, dtype=torch.int32, device=tokens_BM.device)
         matches_BM = end_M < lengths_B1 - 1

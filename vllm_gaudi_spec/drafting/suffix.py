@@ -1,9 +1,10 @@
 """Suffix decoding (arXiv 2411.04975), which proposes the most frequent continuation of the last tokens in the text.
 
 Each suffix of the text is looked up in the text itself and in the responses of finished requests. A path begins after a
-suffix of m tokens and repeatedly appends the most frequent next token. It ends before the probability of the whole path
-falls below min_token_prob, after max_spec_factor * m tokens, or when suffix and path together have max_tree_depth
-tokens. The path with the largest sum of probabilities, which is the expected number of accepted drafts, is chosen.
+suffix of m tokens and repeatedly appends the most frequent next token. It ends when the next token would lower the
+probability of the whole path below min_token_prob, when it has max_spec_factor * m tokens, or when suffix and path
+together have max_tree_depth tokens. The path with the largest sum of probabilities, which is the expected number of
+accepted drafts, is chosen.
 """
 
 from __future__ import annotations

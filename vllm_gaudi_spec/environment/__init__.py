@@ -73,15 +73,13 @@ TORCH_NPU = Variable(
     "torch-npu in the Python environment",
     "the folder with Huawei's torch_npu, which ascend-emulated runs over an emulated CANN",
 )
-TRUST_DRAFT_CODE = Variable(
-    "VGS_TRUST_DRAFT_CODE", "0", "1 lets --trust-remote-code hold for the drafter's folder as well"
-)
+TRUST_DRAFT_CODE = Variable("VGS_TRUST_DRAFT_CODE", "0", "1 also applies --trust-remote-code to the drafter's folder")
 PLUGINS = Variable("VLLM_PLUGINS", "all", "which plugins vLLM loads; must include gaudi_spec")
 TARGET_DEVICE = Variable("VLLM_TARGET_DEVICE", "not used", "cpu selects vLLM's own CPU platform, without plugins")
 LAZY_MODE = Variable(
     "PT_HPU_LAZY_MODE",
     "1 where torch has lazy mode, else 0",
-    "on a Gaudi, real or emulated: 1 records graphs, 0 compiles regions",
+    "on a Gaudi, real or emulated: 1 selects lazy mode, 0 compiled mode",
 )
 WEIGHT_SHARING = Variable(
     "PT_HPU_WEIGHT_SHARING", "0", "on a Gaudi: 1 lays weights out again for each graph that reads them"
@@ -98,27 +96,33 @@ INPUT_REUSE = Variable(
     "on a Gaudi: 1 lets a recipe reuse the memory of the input that it reads last",
 )
 GRAPH_MEMORY = Variable(
-    "VLLM_GRAPH_RESERVED_MEM", "0.1", "on a Gaudi: the share of free memory that is reserved for graphs"
+    "VLLM_GRAPH_RESERVED_MEM", "0.1", "on a Gaudi: the fraction of free memory that is reserved for graphs"
 )
 LAYERS_OF_A_RECIPE = Variable(
-    "VLLM_CONFIG_HIDDEN_LAYERS", "1", "on a Gaudi: how many decoder layers are compiled together; 0 for all of them"
+    "VLLM_CONFIG_HIDDEN_LAYERS",
+    "1",
+    "on a Gaudi: the number of decoder layers that are compiled together; 0 for all of them",
 )
 ROW_PARALLEL_CHUNKS = Variable(
     "VLLM_ROW_PARALLEL_CHUNKS",
     "1",
-    "on several Gaudis in lazy mode: into how many chunks row-parallel layers split long prompts",
+    "on several Gaudis in lazy mode: the number of chunks into which row-parallel layers split long prompts",
 )
 ROW_PARALLEL_CHUNK_THRESHOLD = Variable(
-    "VLLM_ROW_PARALLEL_CHUNK_THRESHOLD", "8192", "on a Gaudi: the tokens from which a forward is split in this way"
+    "VLLM_ROW_PARALLEL_CHUNK_THRESHOLD",
+    "8192",
+    "on a Gaudi: the minimum number of tokens in a forward pass that is split in this way",
 )
-VISIBLE_GAUDIS = Variable("HABANA_VISIBLE_DEVICES", "all", "in a container: which Gaudis it sees")
+VISIBLE_GAUDIS = Variable("HABANA_VISIBLE_DEVICES", "all", "in a container: the Gaudis that it sees")
 VISIBLE_MODULES = Variable("HABANA_VISIBLE_MODULES", "all", "which Gaudis this process may open, by module")
 VISIBLE_NPUS = Variable("ASCEND_RT_VISIBLE_DEVICES", "all", "which NPUs this process may open")
-TASK_QUEUE = Variable("TASK_QUEUE_ENABLE", "1", "on an NPU: 2 is refused, since torch_npu captures no graphs with it")
-NPU_ALLOCATOR = Variable(
-    "PYTORCH_NPU_ALLOC_CONF", "none", "on an NPU: pin_memory_expandable_segments is refused, for the same reason"
+TASK_QUEUE = Variable(
+    "TASK_QUEUE_ENABLE", "1", "on an NPU: 2 is not supported, because torch_npu then cannot capture graphs"
 )
-LAUNCH_BLOCKING = Variable("ASCEND_LAUNCH_BLOCKING", "0", "on an NPU: 1 is refused, for the same reason")
+NPU_ALLOCATOR = Variable(
+    "PYTORCH_NPU_ALLOC_CONF", "none", "on an NPU: pin_memory_expandable_segments is not supported, for the same reason"
+)
+LAUNCH_BLOCKING = Variable("ASCEND_LAUNCH_BLOCKING", "0", "on an NPU: 1 is not supported, for the same reason")
 PROMPT_MASKS = Variable(
     "VGS_NPU_PROMPT_MASKS",
     "compressed",
@@ -127,12 +131,14 @@ PROMPT_MASKS = Variable(
 HCCL_EXPANSION = Variable(
     "HCCL_OP_EXPANSION_MODE",
     "chosen by HCCL",
-    "on several NPUs: AIV is refused, since captures failed or hung with it",
+    "on several NPUs: AIV is not supported, because captures failed or hung with it",
 )
 CANN_HOME = Variable("ASCEND_HOME_PATH", "none", "on an NPU: the folder of CANN, set by its set_env.sh")
 VISIBLE_GPUS = Variable("CUDA_VISIBLE_DEVICES", "all", "which GPUs this process may open")
 QUANT_CONFIG = Variable("QUANT_CONFIG", "none", "the target's quantization file, for measuring or quantizing")
-KV_CACHE_SPACE = Variable("VLLM_CPU_KVCACHE_SPACE", "half of what is free, 4 at most", "on a CPU: GiB for the KV cache")
+KV_CACHE_SPACE = Variable(
+    "VLLM_CPU_KVCACHE_SPACE", "half of the free memory, at most 4", "on a CPU: GiB for the KV cache"
+)
 THREADS_BIND = Variable(
     "VLLM_CPU_OMP_THREADS_BIND", "auto", "on a CPU: the cores that each rank's threads are bound to"
 )
@@ -140,7 +146,7 @@ NUM_THREADS = Variable("OMP_NUM_THREADS", "all cores", "on a CPU: the threads th
 PRELOADED = Variable(
     "LD_PRELOAD",
     "Intel's OpenMP, if installed",
-    "on a CPU: the OpenMP of the engine's process; libiomp5.so keeps steps fast beside other work",
+    "on a CPU: the engine process's OpenMP library; with libiomp5.so, steps stay fast while other programs run",
 )
 BLOCKTIME = Variable("KMP_BLOCKTIME", "1", "with Intel's OpenMP: milliseconds that a waiting thread spins")
 START_METHOD = Variable(
@@ -150,7 +156,7 @@ ENGINE_PROCESS = Variable("VLLM_ENABLE_V1_MULTIPROCESSING", "1", "0 runs the eng
 LOGGING_LEVEL = Variable("VLLM_LOGGING_LEVEL", "INFO", "the log level of vLLM and of this platform")
 HUB_OFFLINE = Variable("HF_HUB_OFFLINE", "0", "1 takes models from folders and the cache only, and downloads nothing")
 HUB_HOME = Variable("HF_HOME", "~/.cache/huggingface", "where downloaded models are stored")
-CACHE_HOME = Variable("XDG_CACHE_HOME", "~/.cache", "where the demo model is kept")
+CACHE_HOME = Variable("XDG_CACHE_HOME", "~/.cache", "where cached files, such as the demo model, are stored")
 VARIABLES = tuple(value for value in globals().copy().values() if isinstance(value, Variable))
 """The documented variables: all variables above, in order."""
 # Not in the table, because `doctor` prints the values of variables in the table.
@@ -328,11 +334,13 @@ def gaudi_layers_of_a_recipe() -> int:
 
 
 def gaudi_chunks() -> tuple[int, int]:
-    """Return the number of chunks of a long prompt, and the tokens that make it long, from vllm-gaudi's variables."""
+    """Return the number of chunks for long prompts, and the minimum length of these, from vllm-gaudi's variables."""
     num_chunks = ROW_PARALLEL_CHUNKS.parse_integer(1)
     if num_chunks > 1 and not gaudi_is_lazy():
         reason = "compiled mode waits for each collective"
-        raise UnsupportedConfigError(f"{ROW_PARALLEL_CHUNKS.name}={num_chunks} has no use, since {reason}; unset it.")
+        raise UnsupportedConfigError(
+            f"{ROW_PARALLEL_CHUNKS.name}={num_chunks} has no effect, because {reason}; unset it."
+        )
     return num_chunks, ROW_PARALLEL_CHUNK_THRESHOLD.parse_integer(1)
 
 

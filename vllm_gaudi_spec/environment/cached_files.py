@@ -33,10 +33,10 @@ def check_folder(folder: Path) -> None:
     if stat.S_ISLNK(facts.st_mode):
         raise UntrustedCacheError(f"{folder} is a symbolic link; remove it, or set XDG_CACHE_HOME to another folder")
     if facts.st_mode & stat.S_IWOTH:
-        raise UntrustedCacheError(f"{folder} is writable by everybody; use chmod o-w, or set XDG_CACHE_HOME")
+        raise UntrustedCacheError(f"{folder} is writable by everyone; use chmod o-w, or set XDG_CACHE_HOME")
     # If the parent folder is world-writable, any user may have created this folder.
     if above.st_mode & stat.S_IWOTH and facts.st_uid not in (os.geteuid(), 0):
-        raise UntrustedCacheError(f"{folder} was made by another user; set XDG_CACHE_HOME to a folder of your own")
+        raise UntrustedCacheError(f"{folder} belongs to another user; set XDG_CACHE_HOME to your own folder")
 
 
 def read(path: Path, at_most: int) -> bytes:
@@ -61,7 +61,7 @@ def _open(path: Path) -> int:
     facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode) or facts.st_mode & stat.S_IWOTH:
         os.close(descriptor)
-        raise UntrustedCacheError(f"{path} is not a regular file, or is writable by everybody; remove it")
+        raise UntrustedCacheError(f"{path} is not a regular file, or is writable by everyone; remove it")
     return descriptor
 
 

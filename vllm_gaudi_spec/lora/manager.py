@@ -91,7 +91,9 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
 
     def __init__(self, vllm_config: VllmConfig, model: nn.Module, device: torch.device, upload: Upload) -> None:
         if not supports_lora(model):
-            raise UnsupportedConfigError(f"{type(model).__name__} takes no LoRA adapters; leave out --enable-lora.")
+            raise UnsupportedConfigError(
+                f"{type(model).__name__} does not support LoRA adapters; leave out --enable-lora."
+            )
         super().__init__(vllm_config, device, model.embedding_modules)
         self.create_lora_manager(model, vllm_config)
         self.slots: TokenSlots = self._adapter_manager.make_tables(upload)
@@ -133,13 +135,13 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
     def _check(self, loras: dict[str, LoRALayerWeights]) -> Iterator[str]:
         """Yield problems with the matrices of an adapter."""
         if not loras:
-            yield "there is no matrix in it."
+            yield "it contains no matrices."
         for name, lora in loras.items():
             sizes = self._sizes.get(name)
             if sizes is None:
                 # A deployment may restrict adapters to certain modules. Matrices for other modules are then ignored.
                 if self.lora_config.target_modules is None:
-                    yield f"the model has no module {name} that takes adapters."
+                    yield f"the model has no module {name} that supports adapters."
                 continue
             if lora.lora_a is None or lora.lora_b is None:
                 yield f"one of the two matrices of {name} is missing."
@@ -147,7 +149,7 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
             found = tuple(lora.lora_a.shape), tuple(lora.lora_b.shape)
             expected = (lora.rank, sizes[0]), (sizes[1], lora.rank)
             if found != expected:
-                yield f"the matrices of {name} have shapes {found}, and {expected} are expected."
+                yield f"the matrices of {name} have shapes {found}, but {expected} are expected."
             elif not all(part.isfinite().all() for part in (lora.lora_a, lora.lora_b, lora.lora_b * lora.scaling)):
                 # Zero times a non-finite number is not zero, so it would affect requests without the adapter.
                 yield f"not all numbers in {name} are finite."

@@ -273,7 +273,7 @@ class CapturingPlatform(SpecPlatform):
 def _choose_scheduler(config: SchedulerConfig) -> None:
     """Select one of our schedulers. Other schedulers do not limit or count drafts."""
     if config.scheduler_cls not in (None, *_SCHEDULERS.values()):
-        raise UnsupportedConfigError("Schedulers other than ours are not supported; leave out --scheduler-cls.")
+        raise UnsupportedConfigError("Custom schedulers are not supported; leave out --scheduler-cls.")
     config.scheduler_cls = _SCHEDULERS[bool(config.async_scheduling)]
 
 
@@ -322,11 +322,11 @@ def _require_whole_images(vllm_config: VllmConfig) -> None:
     if model is None or not model.is_mm_prefix_lm:
         return
     if not scheduler.disable_chunked_mm_input:
-        logger.info("Attention within images is bidirectional: prompt chunks will not split images.")
+        logger.info("Attention within images is bidirectional, so prompt chunks do not split images.")
         scheduler.disable_chunked_mm_input = True
     if scheduler.long_prefill_token_threshold:
         logger.warning(
-            "--long-prefill-token-threshold is ignored: a prompt chunk of that size may never have room for an image."
+            "--long-prefill-token-threshold is ignored, because so short a prompt chunk may have no room for an image."
         )
         scheduler.long_prefill_token_threshold = 0
     fewer, room = scheduler.max_num_scheduled_tokens, scheduler.max_num_batched_tokens
@@ -370,9 +370,9 @@ def _add_device_to_environment(runtime_env: Any) -> dict[str, Any]:
 def _explain_sync_scheduling(vllm_config: VllmConfig, speculation: Speculation | None) -> str | None:
     """Return the reason why async scheduling is not possible, or None if it is possible."""
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        return "pipeline stages get the tokens that the last one samples from the scheduler"
+        return "pipeline stages receive the last stage's sampled tokens through the scheduler"
     if vllm_config.model_config.runner_type == "pooling":
-        return "a pooler works on the host"
+        return "a pooler runs on the host"
     if speculation is None:
         if vllm_config.model_config.logits_processors or list_installed_logits_processors():
             return "custom logits processors read a request's tokens on the host"
@@ -380,4 +380,4 @@ def _explain_sync_scheduling(vllm_config: VllmConfig, speculation: Speculation |
     if speculation.on_device:
         return None
     name = f"universal_context {RETOKENIZE}" if speculation.retokenizes else f"method {speculation.method}"
-    return f"{name} drafts on the host, from what it has read of a step"
+    return f"{name} drafts on the host, after it has read a step's result"

@@ -167,7 +167,7 @@ def check_tensors(
     headers: list[tuple[str, torch.Tensor]] = []
     for name, tensor in tensors:
         if "scale" in name.rpartition(".")[2] and not _is_finite(tensor.float()):
-            raise EncodingError(f"{model}: {name} has values that are not finite; take another copy of the model.")
+            raise EncodingError(f"{model}: {name} has values that are not finite; download or copy the model again.")
         headers.append((name, torch.empty_like(tensor, device="meta")))
         yield name, tensor
     error = _misfit(model, format, headers)

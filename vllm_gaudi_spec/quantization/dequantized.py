@@ -90,7 +90,7 @@ def choose_kernels(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceB
     if model.quantization != DEQUANTIZED:
         return
     if requested == REFERENCE:
-        _report_dequantized(model, "as weight_kernels asks")
+        _report_dequantized(model, "as weight_kernels requests")
     elif not _stays_native(model, requested, backend.weights):
         _choose_vllms(vllm_config, model, requested, backend.weights)
 
@@ -101,7 +101,7 @@ def _stays_native(model: ModelConfig, requested: str | None, weights: Weights) -
     method, inputs = method_of(described(model)), native_inputs(format, weights)
     if is_native(format, model.dtype, requested, weights):
         logger.info_once(
-            "%s: linear layers in %s stay %s; other quantized weights become %s while they are read.",
+            "%s: linear layers in %s stay %s; other quantized weights become %s while they are loaded.",
             *(model.model, method, _HOW_THEY_STAY[str(format.native)], dtype_name(model.dtype)),
         )
         return True
@@ -125,11 +125,13 @@ def _choose_vllms(vllm_config: VllmConfig, model: ModelConfig, requested: str | 
         reason = in_one_line(error)
         if requested == NATIVE:
             raise UnsupportedConfigError(
-                f"{model.model} has quantized weights ({method}), which are not for vLLM's kernels ({reason}); leave "
-                "weight_kernels out."
+                f"{model.model} has quantized weights ({method}), which vLLM's kernels do not support ({reason}); "
+                "leave weight_kernels out."
             ) from error
     if reason is None:
-        logger.info_once("%s: weights in %s stay as they are, for vLLM's own kernels.", model.model, method)
+        logger.info_once(
+            "%s: weights in %s are not converted, because vLLM's own kernels use them.", model.model, method
+        )
         return
     _report_dequantized(model, f"vLLM's own kernels: {reason}")
     model.quantization = DEQUANTIZED
@@ -139,7 +141,7 @@ def _choose_vllms(vllm_config: VllmConfig, model: ModelConfig, requested: str | 
 
 def _report_dequantized(model: ModelConfig, reason: str) -> None:
     logger.info_once(
-        "%s: weights in %s become %s while they are read (%s).",
+        "%s: weights in %s become %s while they are loaded (%s).",
         *(model.model, method_of(described(model)), dtype_name(model.dtype), reason),
     )
 
@@ -166,7 +168,9 @@ def format_if_read(model: ModelConfig) -> CheckpointFormat | None:
     try:
         return format_of(model) if described(model) else None
     except UnknownFormatError:
-        logger.debug("The quantized format of %s is not known here; vLLM checks it.", model.model, exc_info=True)
+        logger.debug(
+            "The quantized format of %s is not known to this plugin; vLLM checks it.", model.model, exc_info=True
+        )
         return None
 
 

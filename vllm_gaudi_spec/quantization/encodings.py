@@ -27,7 +27,7 @@ E4M3 = torch.finfo(torch.float8_e4m3fn).max
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-_OTHER_COPY = "take another copy of the model"
+_OTHER_COPY = "download or copy the model again"
 
 
 class EncodingError(ValueError):
@@ -74,7 +74,7 @@ class Encoding:
     rows: Callable[[Parts], tuple[torch.Tensor, torch.Tensor]] | None = None
     """Returns the weight as e4m3 values with one scale per row, [N, 1]. None for encodings that do not allow this."""
     grouped: Callable[[Parts], Grouped] | None = None
-    """Returns the weight as integers in groups of `group_size` inputs. None for others and for reordered groups."""
+    """Returns the weight as integers in groups of `group_size` inputs. None for other encodings or reordered groups."""
     group_size: int = 0
 
     def weight(self, parts: Parts) -> torch.Tensor:
@@ -249,7 +249,9 @@ def stacked_fp4() -> Encoding:
     def decode(tensors: Parts) -> torch.Tensor:
         blocks_ENGH, scales_ENG = tensors["blocks"], tensors["scales"]
         if blocks_ENGH.dim() != 4:
-            raise EncodingError(f"has blocks of {blocks_ENGH.dim()} dimensions, where 4 are read", remedy=OTHER_MODEL)
+            raise EncodingError(
+                f"has {blocks_ENGH.dim()}-dimensional blocks, but only 4 dimensions are supported", remedy=OTHER_MODEL
+            )
         _same(scales_ENG.shape, blocks_ENGH.shape[:-1])
         experts, outputs, groups, half = blocks_ENGH.shape
         shape = experts, groups * 2 * half, outputs
@@ -300,15 +302,13 @@ def _spread(scale: torch.Tensor, shape: torch.Size, block: Block | None) -> torc
 
 def _same(shape: torch.Size, expected: torch.Size | list[int]) -> None:
     if list(shape) != list(expected):
-        raise EncodingError(
-            f"has scales or zero points of shape {list(shape)}, where its weight needs {list(expected)}"
-        )
+        raise EncodingError(f"has scales or zero points of shape {list(shape)}, but its weight needs {list(expected)}")
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() != 2:
         raise EncodingError(
-            f"has quantized values of {tensor.dim()} dimensions, where only matrices are read", remedy=OTHER_MODEL
+            f"has quantized values of {tensor.dim()} dimensions, but only matrices are supported", remedy=OTHER_MODEL
         )
     return tensor
 
@@ -341,7 +341,7 @@ def _bits(words: int, values: int) -> int:
     """Return the number of bits per integer, given the numbers of words and values."""
     in_word = values // words if words else 0
     if in_word not in (4, 8) or words * in_word != values:
-        raise EncodingError(f"packs {values} values into {words} words; integers of 4 or 8 bits are known")
+        raise EncodingError(f"packs {values} values into {words} words; only integers of 4 or 8 bits are supported")
     return 32 // in_word
 
 
@@ -361,7 +361,7 @@ def _words(found: Grouped) -> Words:
 def _packed(values: torch.Tensor) -> torch.Tensor:
     """Pack every eight consecutive 4-bit values in a row into one int32 word."""
     if not values.is_meta and bool((values > 15).any()):
-        raise EncodingError("has values or zero points beyond the 4 bits that config.json names")
+        raise EncodingError("has values or zero points beyond the 4 bits that config.json specifies")
     in_words = values.unflatten(1, (-1, 8))
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=values.device)
     return (in_words << shifts).sum(-1, dtype=torch.int32)  # the bits do not overlap, so the sum equals a bitwise or

@@ -68,14 +68,14 @@ def read_format(described: Described) -> CheckpointFormat:
     """Return the format that a `quantization_config` describes, or raise UnknownFormatError."""
     method = method_of(described)
     if method not in _READERS:
-        raise UnknownFormatError(f"are in {method}, which is not read")
+        raise UnknownFormatError(f"are in {method}, which is not supported")
     try:
         return _READERS[method](described)
     except UnknownFormatError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, re.error) as error:
         reason = f"{type(error).__name__}: {in_one_line(error)}"
-        raise UnknownFormatError(f"are described in a way that is not read ({reason})") from error
+        raise UnknownFormatError(f"are described in an unsupported way ({reason})") from error
 
 
 def method_of(described: Described) -> str:
@@ -90,10 +90,10 @@ def method_of(described: Described) -> str:
 
 def _compressed_tensors(described: Described) -> CheckpointFormat:
     if described.get("transform_config"):
-        raise UnknownFormatError("need transforms of activations (transform_config), which are not computed")
+        raise UnknownFormatError("need transforms of activations (transform_config), which are not supported")
     sparsity = described.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
-        raise UnknownFormatError(f"are sparse ({sparsity['format']}), which is not read")
+        raise UnknownFormatError(f"are sparse ({sparsity['format']}), which is not supported")
     default, of_default, named = None, None, []
     native: set[str | None] = set()
     for group in (described.get("config_groups") or {}).values():
@@ -106,7 +106,7 @@ def _compressed_tensors(described: Described) -> CheckpointFormat:
                 named.append((_pattern(target), encoding))
                 continue
             if default is not None and of_default != (weights, layout):  # `target` is a layer class
-                raise UnknownFormatError("have a format for each class of layers, which is not read")
+                raise UnknownFormatError("have a format for each class of layers, which is not supported")
             default, of_default = encoding, (weights, layout)
             native.add(_native(encoding, weights, group.get("input_activations")))
     return CheckpointFormat(
@@ -153,7 +153,7 @@ def _read_group(weights: Mapping[str, Any], layout: str) -> Encoding:
         return fp4(16, codes="weight_packed", whole="weight_global_scale", divides=True)
     if layout == "mxfp4-pack-quantized":
         return fp4(32, codes="weight_packed")
-    raise UnknownFormatError(f"are {bits}-bit {kind} numbers in the layout {layout}, which is not read")
+    raise UnknownFormatError(f"are {bits}-bit {kind} numbers in the layout {layout}, which is not supported")
 
 
 def _block(weights: Mapping[str, Any]) -> Block:
@@ -165,7 +165,7 @@ def _block(weights: Mapping[str, Any]) -> Block:
     if strategy in ("group", "tensor_group"):
         return 1, _size(weights["group_size"])
     if strategy not in ("tensor", "channel"):
-        raise UnknownFormatError(f"have scales by {strategy}, which is not read")
+        raise UnknownFormatError(f"have scales by {strategy}, which is not supported")
     return TENSOR if strategy == "tensor" else CHANNEL
 
 
@@ -192,13 +192,13 @@ _ROUTERS = (r"re:(^|\.)(\w+_)?(gate|router)$",)
 
 def _gptq(described: Described) -> CheckpointFormat:
     if described.get("dynamic"):
-        raise UnknownFormatError("have different numbers of bits in different layers (dynamic), which is not read")
+        raise UnknownFormatError("have different numbers of bits in different layers (dynamic), which is not supported")
     if str(described.get("checkpoint_format", "gptq")) not in ("gptq", "gptq_v2"):
-        raise UnknownFormatError(f"are in GPTQ's layout {described['checkpoint_format']}, which is not read")
+        raise UnknownFormatError(f"are in GPTQ's layout {described['checkpoint_format']}, which is not supported")
     is_new = described.get("checkpoint_format") == "gptq_v2"
     if not described.get("sym", True) and not is_new:
         # Zero points are stored minus 1, and tools differ in how they store -1.
-        raise UnknownFormatError("have zero points in GPTQ's first layout, which programs write in different ways")
+        raise UnknownFormatError("have zero points in GPTQ's original layout, which programs write in different ways")
     reordered = bool(described.get("desc_act", False))
     encoding = gptq(size=_group_size(described), reordered=reordered, zero_offset=0 if is_new else 1)
     # If one of these fields is set, some layers may be unquantized or use other bit widths.
@@ -220,9 +220,9 @@ def _group_size(described: Described) -> int | None:
 
 def _awq(described: Described) -> CheckpointFormat:
     if int(described.get("bits", described.get("w_bit", 4))) != 4:
-        raise UnknownFormatError("are AWQ with other than 4 bits, which is not read")
+        raise UnknownFormatError("are AWQ with other than 4 bits, which is not supported")
     if str(described.get("version", "gemm")).lower() != "gemm":
-        raise UnknownFormatError(f"are in AWQ's layout {described['version']}, which is not read")
+        raise UnknownFormatError(f"are in AWQ's layout {described['version']}, which is not supported")
     encoding = awq(_group_size(described))
     return CheckpointFormat(
         name="awq",
@@ -238,7 +238,7 @@ def _auto_round(described: Described) -> CheckpointFormat:
         return _gptq(described)
     if packing.endswith("awq"):
         return _awq(described)
-    raise UnknownFormatError(f"are in auto-round's layout {packing}, which is not read")
+    raise UnknownFormatError(f"are in auto-round's layout {packing}, which is not supported")
 
 
 def _modelopt(described: Described) -> CheckpointFormat:
@@ -252,7 +252,7 @@ def _modelopt(described: Described) -> CheckpointFormat:
         "MXFP8": numbers((1, 32)),
     }
     if algorithm not in encodings:
-        raise UnknownFormatError(f"are in ModelOpt's {algorithm}, which is not read")
+        raise UnknownFormatError(f"are in ModelOpt's {algorithm}, which is not supported")
     return CheckpointFormat(name="modelopt", default=encodings[algorithm])
 
 

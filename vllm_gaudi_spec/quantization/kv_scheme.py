@@ -64,7 +64,7 @@ def choose_kv_dtype(vllm_config: VllmConfig, model: ModelConfig, *, has_fp8: boo
         else:
             continue
         logger.warning_once(
-            "%s asks for a quantized KV cache%s: KV is kept in %s, and the scales in its files are not used.",
+            "%s requests a quantized KV cache%s: KV is kept in %s, and the scales in its files are not used.",
             model.model,
             ", and a drafter keeps KV as its target does"
             if is_served and not is_target

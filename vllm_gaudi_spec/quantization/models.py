@@ -105,7 +105,7 @@ def quantize_kv(vllm_config: VllmConfig, backend: DeviceBackend, model: str, oth
     if vllm_config.cache_config.cache_dtype != FP8_KV:
         return
     make = backend.weights.fp8_arithmetic
-    assert make is not None, "refused at start-up"
+    assert make is not None, "rejected at start-up"
     fp8_range = kv_range(backend.weights.fp8_range)
     arithmetic = make(E4M3_MAX[fp8_range])
     every: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)

@@ -58,7 +58,7 @@ class Fp8Linear(LinearMethodBase):
         # This runs on the host, where e4m3 values outside the card's range are still finite (quirk Q03).
         weight_NK, scale_N = layer.weight.data, layer.weight_scale.data.squeeze(1)
         if bool((scale_N == _NOT_LOADED).any()):
-            raise RuntimeError(f"{self._prefix} is kept in FP8, but its checkpoint has no such weight for it.")
+            raise RuntimeError(f"{self._prefix} is kept in FP8, but its checkpoint has no FP8 weight for it.")
         if self._largest < E4M3:
             # Half of the largest value is in the range. Halving may round values below 2**-5, so it is applied only to
             # rows that need it (quirk Q02).
@@ -131,7 +131,7 @@ class Uint4Linear(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         if bool(layer.weight_scale.isnan().any()):
-            raise RuntimeError(f"{self._prefix} is kept in 4 bits, but its checkpoint has no such weight for it.")
+            raise RuntimeError(f"{self._prefix} is kept in 4 bits, but its checkpoint has no 4-bit weight for it.")
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         words = Words(layer.weight_packed, layer.weight_scale, layer.weight_zero_point)

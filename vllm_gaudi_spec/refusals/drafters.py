@@ -62,7 +62,7 @@ def weightless_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
     if spec_config.rejection_sample_method == "probabilistic":
         *others, last = (rule for rule in RULES if rule != SYNTHETIC)
         yield (
-            f"rejection_sample_method probabilistic needs a drafter that is a model, and method {method} has none; "
+            f"rejection_sample_method probabilistic needs a drafter that is a model, but method {method} has none; "
             f"use {', '.join(others)} or {last} in --speculative-config."
         )
     useless = [*set_options(spec_config, _DRAFTER_MODEL_OPTIONS), *_options_of_other_methods(spec_config)]
@@ -80,7 +80,7 @@ def drafter_model_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
         yield f"draft_tensor_parallel_size {num_ranks} is neither 1 nor the target's {target_ranks}; use one of these."
     elif num_ranks != target_ranks and spec_config.use_gemma4_mtp():
         yield (
-            f"{spec_config.model} reads the target's KV, which {target_ranks} ranks share; leave "
+            f"{spec_config.model} reads the target's KV, which is sharded across {target_ranks} ranks; leave "
             "draft_tensor_parallel_size out of --speculative-config."
         )
     if spec_config.rejection_sample_method == "probabilistic" and spec_config.draft_sample_method == "coupled":
@@ -136,12 +136,12 @@ def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
     markov_head = getattr(config, "markov_head_type", None)
     if markov_head not in (None, "vanilla"):
         yield (
-            f"{spec_config.model} has a Markov head of type {markov_head}, and only vanilla is supported; use another "
+            f"{spec_config.model} has a Markov head of type {markov_head}, but only vanilla is supported; use another "
             "drafter in --speculative-config."
         )
     if (getattr(config, "dflash_config", None) or {}).get("sample_from_anchor"):
         yield (
-            f"{spec_config.model} also predicts from the newest token's place (sample_from_anchor), which is "
+            f"{spec_config.model} also predicts from the newest token's position (sample_from_anchor), which is "
             "supported only with method dspark; use another drafter in --speculative-config."
         )
     hidden_size = spec_config.draft_model_config.get_hidden_size()
@@ -152,7 +152,7 @@ def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
     if hidden_size != target.get_hidden_size():
         yield (
             f"{spec_config.model} reads hidden states of size {hidden_size}, but those of {target.model} have size "
-            f"{target.get_hidden_size()}; give a head that was trained for this model in --speculative-config."
+            f"{target.get_hidden_size()}; use a head that was trained for this model in --speculative-config."
         )
     vocab_size, target_size = spec_config.draft_model_config.get_vocab_size(), target.get_vocab_size()
     if method.is_head and not method.in_target and vocab_size != target_size:
@@ -168,7 +168,7 @@ def _architecture_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
     if not set(found) & set(supported):
         yield (
             f"{spec_config.model} has the architecture {', '.join(found)}, which is not supported with method "
-            f"{spec_config.method}; give a drafter whose architecture is one of {', '.join(supported)} in "
+            f"{spec_config.method}; use a drafter whose architecture is one of {', '.join(supported)} in "
             "--speculative-config."
         )
     config = spec_config.draft_model_config.hf_config
@@ -184,13 +184,13 @@ def _parallel_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
     model, mask_token = spec_config.draft_model_config, find_mask_token(spec_config)
     if mask_token is None:
         yield (
-            f"{spec_config.model} names no mask token, so it was not trained to draft in parallel; leave "
-            "parallel_drafting out of --speculative-config, or give another drafter."
+            f"{spec_config.model} specifies no mask token, so it was not trained to draft in parallel; leave "
+            "parallel_drafting out of --speculative-config, or use another drafter."
         )
     elif not 0 <= mask_token < model.get_vocab_size():
         yield (
             f"{spec_config.model} has the mask token {mask_token}, but a vocabulary of {model.get_vocab_size()} "
-            "tokens; give a drafter whose mask token is in its vocabulary in --speculative-config."
+            "tokens; use a drafter whose mask token is in its vocabulary in --speculative-config."
         )
 
 

@@ -77,7 +77,7 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
 
 
 def _pipeline_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """Refuse what was not tested with pipeline parallelism. `speculation.py` refuses drafters."""
+    """Yield reasons to reject features that were not tested with pipeline parallelism, except for drafters."""
     model, parallel, options = vllm_config.model_config, vllm_config.parallel_config, Options.from_vllm(vllm_config)
     untested = {
         f"device {backend.traits.name}": not backend.traits.runs_stages,
@@ -102,7 +102,7 @@ def _pipeline_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Itera
 _CONNECTORS = ("ExampleConnector", "NixlConnector", "OffloadingConnector")
 """vLLM connectors that were tested with this plugin, either alone or, except for the last, in a MultiConnector."""
 OFFLOADING = dict(spec_name="HostOffloadingSpec", spec_module_path="vllm_gaudi_spec.upstream.kv_offload")
-"""Options with which vLLM's `OffloadingConnector` copies KV by PyTorch instead of CUDA."""
+"""Options with which vLLM's `OffloadingConnector` copies KV with PyTorch instead of CUDA."""
 
 
 def _connector_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
@@ -127,9 +127,9 @@ def _connector_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iter
     if "OffloadingConnector" in names:
         options = config.kv_connector_extra_config
         if any(options.get(name, value) != value for name, value in OFFLOADING.items()):
-            yield f"OffloadingConnector copies with this plugin's code; leave out {' and '.join(OFFLOADING)}."
+            yield f"OffloadingConnector copies KV with this plugin's own code; leave out {' and '.join(OFFLOADING)}."
         if "cpu_bytes_to_use" not in options or options.keys() & {"block_size", "blocks_per_chunk"}:
-            yield "OffloadingConnector works alone, with cpu_bytes_to_use, and without block_size and blocks_per_chunk."
+            yield "OffloadingConnector works only alone; set cpu_bytes_to_use, without block_size and blocks_per_chunk."
     if config.kv_load_failure_policy == "recompute" and names - {"NixlConnector"}:
         # A connector that loads KV before a forward pass may report a failure only after the step's tokens are sampled.
         yield "kv_load_failure_policy recompute works only with NixlConnector; set it to fail in --kv-transfer-config."
@@ -140,7 +140,7 @@ def _connector_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iter
         if vllm_config.parallel_config.world_size > 1:
             yield "ExampleConnector stores the KV of one rank; use NixlConnector, or --tensor-parallel-size 1."
         if vllm_config.lora_config is not None:
-            yield "ExampleConnector does not tell adapters apart; leave out --enable-lora."
+            yield "ExampleConnector does not distinguish adapters; leave out --enable-lora."
         if any("shared_storage_path" not in (part.get("kv_connector_extra_config") or {}) for part in examples):
             yield "ExampleConnector needs a folder; set shared_storage_path in its kv_connector_extra_config."
 
@@ -171,7 +171,7 @@ def refuse_new_weights(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
 
 
 def _find_fixed_weights(vllm_config: VllmConfig, backend: DeviceBackend) -> str | None:
-    """Return the reason why weights cannot be replaced, or None. Steps may use converted copies of them."""
+    """Return the reason why weights cannot be replaced, or None. Steps may use converted copies of the weights."""
     spec_config, options = vllm_config.speculative_config, Options.from_vllm(vllm_config)
     models = [vllm_config.model_config, getattr(spec_config, "draft_model_config", None) or vllm_config.model_config]
     reasons = {

@@ -33,14 +33,14 @@ def other_file_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iter
     """
     for model, load_format in list_models(vllm_config):
         if load_format in _PICKLE_FORMATS:
-            yield f"--load-format {load_format} reads pickles; leave it out, and give models with *.safetensors."
+            yield f"--load-format {load_format} reads pickles; leave it out, and use models with *.safetensors."
         folder = Path(model.model)
         if load_format not in _FALLING_BACK or not folder.is_dir() or any(folder.glob("*.safetensors")):
             continue
         if pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
             yield explain_pickled_weights(model.model, pickles[0])
         elif gguf := sorted(path.name for path in folder.glob("*.gguf")):
-            yield f"The weights of {model.model} are in GGUF ({gguf[0]}), which is not read; {OTHER_MODEL}."
+            yield f"The weights of {model.model} are in GGUF ({gguf[0]}), which is not supported; {OTHER_MODEL}."
 
 
 # More layers than any known model has, but so few that they can be built within a minute.
@@ -74,13 +74,13 @@ def damage_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
                 with safe_open(file, "np") as tensors:  # compares the header with the size of the file
                     num_tensors += len(tensors.keys())
             except (OSError, SafetensorError) as error:
-                yield f"{file} is damaged or was only half written ({error}); copy the model again or name another."
+                yield f"{file} is damaged or incomplete ({error}); copy the model again or use another."
         if index.is_file() and (fault := _find_index_fault(index)):
-            yield f"{index} {fault}; copy the model again or name another."
+            yield f"{index} {fault}; copy the model again or use another."
         num_layers = model.get_total_num_hidden_layers()
         if num_tensors and num_layers > max(num_tensors, _MANY_LAYERS):  # building this many layers might never end
             fault = f"claims {num_layers} layers, but its files have {num_tensors} tensors"
-            yield f"The configuration of {folder} {fault}; copy the model again or name another."
+            yield f"The configuration of {folder} {fault}; copy the model again or use another."
 
 
 def _find_index_fault(index: Path) -> str | None:

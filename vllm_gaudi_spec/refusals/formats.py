@@ -87,7 +87,7 @@ def _dequantization_refusals(model: ModelConfig, load_format: str) -> Iterator[s
         return
     if load_format != "dummy" and find_weight_files(Path(model.model), load_format) is None:
         yield (
-            f"{model.model} has quantized weights, which are not read with --load-format {load_format}; leave that out."
+            f"{model.model} has quantized weights, which cannot be read with --load-format {load_format}; leave it out."
         )
     yield from _tensor_refusals(model, format, load_format)
 

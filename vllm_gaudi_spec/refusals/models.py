@@ -276,7 +276,7 @@ def _gate_refusals(model: ModelConfig) -> Iterator[str]:
         return
     for name, fixed in _GPT_OSS_GATE.items():
         if (found := getattr(model.hf_text_config, name, fixed)) != fixed:
-            yield f"{model.model} has {name} {found}, where vLLM's experts have {fixed}; use another model."
+            yield f"{model.model} has {name} {found}, but vLLM's experts have {fixed}; use another model."
 
 
 def _kimi_refusals(model: ModelConfig) -> Iterator[str]:
@@ -288,8 +288,8 @@ def _kimi_refusals(model: ModelConfig) -> Iterator[str]:
     found = [name for name in ("use_full_rank_gate", "gate_lower_bound") if parts.get(name)]
     if found or config.attn_res_block_size is not None:
         yield (
-            f"{model.model} has {(found or ['attn_res_block_size'])[0]}, as Kimi K3, which is not supported; use Kimi "
-            "Linear."
+            f"{model.model} has {(found or ['attn_res_block_size'])[0]}, like Kimi K3, which is not supported; "
+            "use Kimi Linear."
         )
 
 

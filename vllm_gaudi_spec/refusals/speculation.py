@@ -53,7 +53,7 @@ def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
         return
     if spec_config.num_speculative_tokens > MAX_DRAFTS:
         yield (
-            f"{spec_config.num_speculative_tokens} drafts a step are too many; "
+            f"{spec_config.num_speculative_tokens} drafts per step are too many; "
             f"set num_speculative_tokens in --speculative-config to {MAX_DRAFTS} or less."
         )
     if spec_config.enable_adaptive_verification and ranks_in_step(vllm_config) > 1:
@@ -67,8 +67,8 @@ def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
     if 0 < (threshold := vllm_config.scheduler_config.long_prefill_token_threshold) < shortest:
         # vLLM schedules a full step of drafts for a resumed request and fails if the threshold shortens the step.
         yield (
-            f"--long-prefill-token-threshold {threshold} cuts steps of {shortest - 1} drafts; set it to {shortest} or "
-            "more, or leave it out."
+            f"--long-prefill-token-threshold {threshold} is too small for {shortest - 1} drafts; set it to {shortest} "
+            "or more, or leave it out."
         )
     longest = get_target_config(vllm_config).max_model_len
     if spec_config.max_model_len is not None and spec_config.max_model_len > longest:
@@ -118,8 +118,8 @@ def _lm_head_refusals(vllm_config: VllmConfig, options: Options, backend: Device
     has_matrix = has_model(method) and method != MEDUSA and not spec_config.use_gemma4_mtp()
     reasons = {
         f"is not supported with this drafter of method {method}": not has_matrix,
-        f"is {quantization}, and only fp8 is supported": quantization != "fp8",
-        f"needs a device that multiplies FP8, which {backend.traits.name} does not": backend.weights.fp8_logits is None,
+        f"is {quantization}, but only fp8 is supported": quantization != "fp8",
+        f"needs FP8 matrix products, which {backend.traits.name} does not have": backend.weights.fp8_logits is None,
         "does not work with float16": any(str(one.head_dtype) == "torch.float16" for one in models if one),
         "does not work with a head_dtype other than dtype": any(one.head_dtype != one.dtype for one in models if one),
         "does not work with draft_quant_config": options.draft_quant_config is not None,
@@ -133,7 +133,7 @@ def _audit_refusals(vllm_config: VllmConfig, options: Options) -> Iterator[str]:
         return
     option = f"audit_every in additional_config.{ADDITIONAL_CONFIG_KEY}"
     if vllm_config.speculative_config is None:
-        yield f"{option} has no effect without speculation; leave it out, or give a --speculative-config."
+        yield f"{option} has no effect without speculation; leave it out, or set --speculative-config."
     elif ranks_in_step(vllm_config) > 1:
         # An audit on one rank would need steps on all ranks, and only client requests start such steps.
         yield f"{option} is not supported with data parallelism of a mixture of experts; leave it out."
@@ -152,7 +152,7 @@ def _universal_refusals(vllm_config: VllmConfig, options: Options) -> Iterator[s
         )
     if speculation.universal_match == SLEM and speculation.drafting != "greedy":
         yield (
-            f"universal_match {SLEM} verifies drafts as greedy ones; leave draft_sample_method and "
+            f"universal_match {SLEM} treats drafts as greedy; leave draft_sample_method and "
             f"rejection_sample_method out of --speculative-config, or use universal_match {TLI}."
         )
     if speculation.retokenizes and vllm_config.speculative_config.parallel_drafting:

@@ -73,7 +73,7 @@ class HiddenStateBuffer:
     def put(
         self, phase: str, queries: int, rows_B: torch.Tensor, located: Located, hidden: Hidden
     ) -> torch.Tensor | None:
-        """Store the hidden states of the T tokens in a forward pass. Return what to pass on, which is nothing.
+        """Store the hidden states of the T tokens in a forward pass. Returns None, as no other stage needs them.
 
         A decode samples at all of its tokens, whereas a prompt chunk samples only at its last token.
         """

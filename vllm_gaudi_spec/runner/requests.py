@@ -387,7 +387,7 @@ class Requests:
 
 
 def _assign_in_turn(num_rows: int, ends: Sequence[int], context: int, block_size: int) -> np.ndarray:
-    """Return consecutive blocks for each row in turn, from block 1 on, int32 [B, W]. No row keeps its blocks."""
+    """Return consecutive blocks for each row, starting with block 1, int32 [B, W]. They belong to this batch only."""
     counts_np = np.zeros(num_rows, dtype=np.int32)
     counts_np[: len(ends)] = -(-np.asarray(ends, dtype=np.int32) // block_size)
     first_np = 1 + counts_np.cumsum(dtype=np.int32) - counts_np

@@ -94,7 +94,7 @@ class Residence:
         if (loaded := self._drafter if is_draft else self._target) is None:
             raise UnsupportedConfigError("The engine has no drafter with weights; leave out is_draft.")
         if not is_checkpoint_format:
-            raise UnsupportedConfigError("Weights are packed here; pass them in the checkpoint's format.")
+            raise UnsupportedConfigError("Weights are packed on this device; pass them in the checkpoint's format.")
         if WEIGHTS in self._asleep:
             raise UnsupportedConfigError("Weights are asleep; call wake_up with the tag weights before an update.")
         if weights_path is not None and not Path(weights_path).is_dir():

@@ -33,11 +33,11 @@ def fit(buckets: tuple[int, ...], size: int) -> int:
 
 
 def fit_or_largest(buckets: tuple[int, ...], size: int, largest: int, name: str) -> int:
-    """Return the bucket for `size`. If the list is too short, return `largest`, captured while serving."""
+    """Return the bucket for `size`. If the list is too short, return `largest`."""
     if size <= buckets[-1]:
         return fit(buckets, size)
     logger.warning_once(
-        "A step of %d is larger than the largest of its %s, %d, so it is padded to %d and its graphs are compiled "
+        "A step of size %d exceeds the largest value in %s, %d, so it is padded to %d and its graphs are compiled "
         "while serving. List this size in additional_config.gaudi_spec.%s.",
         size,
         name,

@@ -94,8 +94,8 @@ class EarlyStage(ModelRunner):
     def execute_model(self, scheduled: SpecSchedulerOutput) -> ModelRunnerOutput | None:
         """Run the forward passes, or end this process if they fail.
 
-        vLLM reports only errors of the last stage, and the next stage would take the next step's output for this one's.
-        vLLM stops the engine when a worker ends.
+        vLLM reports only errors of the last stage, and the next stage would mistake the next step's output for this
+        step's. vLLM stops the engine when a worker ends.
         """
         try:
             return super().execute_model(scheduled)

@@ -58,7 +58,7 @@ class LogitEdits:
         if num_edits > MAX_LOGIT_EDITS or num_tokens > MAX_BAD_WORD_TOKENS:
             raise ValueError(
                 f"Request {request.req_id} has {num_edits} logit edits and {num_tokens} tokens in bad words; vLLM's "
-                f"front end should have refused more than {MAX_LOGIT_EDITS} and {MAX_BAD_WORD_TOKENS}."
+                f"front end should have rejected more than {MAX_LOGIT_EDITS} and {MAX_BAD_WORD_TOKENS}."
             )
         self._sizes_np[request.row] = num_edits, num_tokens
         return _build_rows(request.params) if num_edits else (None, None, None)

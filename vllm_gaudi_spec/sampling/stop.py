@@ -1,7 +1,8 @@
 """Functions that acceptance rules use to compare drafts and to sample the token after the accepted drafts.
 
 Dimensions: B rows, at most K drafts, Q = K + 1 positions, V vocabulary size. The distribution at position i is the
-target's distribution for the token that draft i proposes. The one after a row's last draft is for the bonus token.
+target's distribution for the token that draft i proposes. The position after a row's last draft is that of the bonus
+token.
 
 Only the first `num_drafts` of the K drafts in a row are real. The rules are exact if this number does not depend on the
 excluded drafts: a drafter may stop before it samples a draft, but must not withdraw a draft because of its token.

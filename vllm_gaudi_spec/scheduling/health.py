@@ -29,7 +29,7 @@ class DrafterHealth:
         self.num_faults = 0
         self._in_a_row = 0
         self._last_alone: str | None = None
-        """The request that was drafted for most recently, if its drafts failed and there were no other requests."""
+        """The only request in the most recent round of drafting, if its drafts failed; otherwise, None."""
         self._restarted: dict[str, None] = {}
         self._excluded: dict[str, None] = {}
         self._num_reported = 0

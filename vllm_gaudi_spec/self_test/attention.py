@@ -108,10 +108,10 @@ def check_replays(subject: Subject) -> str:
             off = (found_BQHD - rows.attend(starts)[1])[:-1].abs().nan_to_num(nan=torch.inf).amax().item()
             if off > _TOLERANCE[subject.dtype]:
                 raise Failed(
-                    f"run {number + 1} of a graph of {queries} queries a row is up to {off:.3g} from a graph of its "
-                    f"own ({_TOLERANCE[subject.dtype]:g} is allowed)"
+                    f"run {number + 1} of a graph of {queries} queries per row differs by up to {off:.3g} from a graph "
+                    f"captured for this run ({_TOLERANCE[subject.dtype]:g} is allowed)"
                 )
-    return f"{len(steps)} runs of a graph, over 1 to 3 blocks a row"
+    return f"{len(steps)} runs of a graph, over 1 to 3 blocks per row"
 
 
 def check_writes(subject: Subject) -> str:
@@ -455,7 +455,7 @@ class _Rows:
             off = (found_BQHD[row, compared_Q] - expected_QHD).abs().nan_to_num(nan=torch.inf).amax().item()
             if off > _TOLERANCE[dtype]:
                 raise Failed(
-                    f"{what} are up to {off:.3g} from float64 in a row with {start} tokens before them "
+                    f"{what} differ by up to {off:.3g} from float64 in a row with {start} tokens before them "
                     f"({_TOLERANCE[dtype]:g} is allowed)"
                 )
 

@@ -59,7 +59,7 @@ def check_second_call(subject: Subject) -> str:
         counts.append(_num_compiled(subject.backend))
     before, first, *later = counts
     if first == before:
-        raise NotChecked("the device counted no compilation when a graph was made, or had made it before")
+        raise NotChecked("the device counted no compilation when a graph was captured, or had compiled it before")
     if later[-1] != first:
         raise Failed(f"the next {len(later)} calls of a graph compiled {later[-1] - first} more")
     return f"{first - before} compiled by the first call of a graph, none by the next {len(later)}"

@@ -1,4 +1,4 @@
-"""Checks of copies between host and device, also during other work on the device, and of the reported free memory."""
+"""Checks of copies between host and device, even during other work on the device, and of the reported free memory."""
 
 from __future__ import annotations
 

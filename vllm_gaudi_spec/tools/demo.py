@@ -68,7 +68,7 @@ def make_folder(options: argparse.Namespace) -> str | None:
         try:
             FOLDER.mkdir(exist_ok=True)
         except OSError as error:
-            return f"the folder {FOLDER} cannot be made here: {error.strerror}; give --json FILE and --report FILE"
+            return f"the folder {FOLDER} cannot be created here: {error.strerror}; pass --json FILE and --report FILE"
     return None
 
 

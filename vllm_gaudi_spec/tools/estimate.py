@@ -84,7 +84,7 @@ _FLOAT32_SCORES, _BFLOAT16_SCORES = 28, 12
 
 @dataclass(frozen=True)
 class Way:
-    """A method with which decode attention reads KV."""
+    """A way in which decode attention reads KV."""
 
     name: str
     blocks: int | None
@@ -176,7 +176,7 @@ PUBLISHED = tuple(
 
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
-        "estimate", help="estimate the time of decode steps on a Gaudi, without one", description=DESCRIPTION
+        "estimate", help="estimate the time of decode steps on a Gaudi, without having one", description=DESCRIPTION
     )
     parser.add_argument("--card", default="gaudi2", choices=tuple(CARDS), help="the card to estimate for")
     output.add_json(parser.add_argument, "all estimates")

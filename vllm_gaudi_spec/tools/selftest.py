@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Test the device that VGS_DEVICE names, otherwise this machine's card, or its CPU if it has no card: sampling noise,
 attention over batches with padding, KV writes, copies to and from the card, captured graphs, memory. No model is
-loaded. On a card, an engine runs the same checks when it starts, and those of collectives if it has several ranks.
+loaded. On a card, an engine runs the same checks when it starts, plus checks of collectives if it has several ranks.
 The command opens the card, so stop a server that uses it first.
 
 Examples:

@@ -42,7 +42,7 @@ def add_to(commands: Any) -> None:
     add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help="address of the server")
     add("--once", action="store_true", help="print once, as plain text")
     add("--interval", type=positive, default=1, metavar="S", help="seconds between two readings")
-    output.add_json(add, "the figures, once,")
+    output.add_json(add, "the figures once")
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -77,7 +77,9 @@ def read(server: Server) -> Reading:
         return reading
     if reading.has(_GENERATED):
         raise ServerError(f"{server.base} is vLLM, but without this plugin: it exports no {_STEPS}")
-    raise ServerError(f"{server.base}/metrics has no series of vLLM: it is another server, or has --disable-log-stats")
+    raise ServerError(
+        f"{server.base}/metrics has no series of vLLM: it is not a vLLM server, or runs with --disable-log-stats"
+    )
 
 
 def show_once(history: History, server: Server, json_file: str | None) -> None:

@@ -45,7 +45,7 @@ def describe_drafters() -> None:
     Reason: upstream removed the model's class and configuration, and its error would only list the supported methods.
     Remove when: vLLM 0.32 is no longer supported. Then also remove `drafting/medusa.py` and its table entry.
 
-    Include the name of the model in the error for a model that has no layers for the method.
+    If a model has no layers for the method, name the model in the error.
     Reason: upstream reports "Unsupported speculative method" for methods that it does support, such as mtp.
     Remove when: upstream's error includes the model's name.
 
@@ -70,23 +70,23 @@ def _describe_with_target(original: Callable[..., Any], config: Any) -> Any:
         if model is None or _NO_SUCH_LAYERS not in str(error):
             raise
         raise UnsupportedConfigError(
-            f"Method {config.method} finds nothing that drafts in {model.model} ({model.hf_config.model_type}); give a "
-            "model that has such layers, or another method in --speculative-config."
+            f"Method {config.method} found no layers for drafting in {model.model} ({model.hf_config.model_type}); use "
+            "a model that has such layers, or another method in --speculative-config."
         ) from error
     except ValueError as error:
         if config.model is None or not Path(config.model, "adapter_config.json").is_file():
             raise
         raise UnsupportedConfigError(
             f"{config.model} is a LoRA adapter with which a target drafts for itself (method UNO), which is not "
-            "supported; give a model that drafts in --speculative-config."
+            "supported; use a drafter in --speculative-config."
         ) from error
 
 
 def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
     if FROM_0_33 and config.method == MEDUSA:
         raise UnsupportedConfigError(
-            f"vLLM removed Medusa in 0.33; set method to {EAGLE3} in --speculative-config and give such a head, or use "
-            "vLLM 0.32."
+            f"vLLM removed Medusa in 0.33; set method to {EAGLE3} in --speculative-config and use an EAGLE-3 head, or "
+            "use vLLM 0.32."
         )
     is_described = config.method is not None and config.num_speculative_tokens is not None
     if config.model is not None and has_model(config.method) and not is_described:
@@ -176,7 +176,7 @@ def _describe_untrusted(original: Callable[..., Any], config: Any) -> Any:
         if "trust_remote_code" not in str(error):
             raise
         raise UnsupportedConfigError(
-            f"{config.model} in --speculative-config has code of its own, but --trust-remote-code applies only to the "
+            f"{config.model} in --speculative-config has its own code, but --trust-remote-code applies only to the "
             f"target; set {TRUST_DRAFT_CODE.name}=1 in the environment to run the drafter's as well."
         ) from error
     finally:
@@ -217,7 +217,7 @@ def widen_speculative_options() -> None:
 
 @patches("vllm.engine.arg_utils:EngineArgs.create_speculative_config")
 def name_nearest_methods(original: Callable[..., Any], args: Any, *more: Any, **named: Any) -> Any:
-    """Name the methods that are nearest to a mistyped one.
+    """Suggest the methods whose names are closest to a mistyped one.
 
     Reason: upstream's error lists every name that it accepts, including one per model type for MTP.
     Remove when: upstream's error suggests a method.
@@ -244,7 +244,7 @@ def read_inc_from_quant_config(original: Callable[..., Any], args: Any, *more: A
     if args.quantization == "inc" and QUANT_CONFIG.value is not None:
         from vllm.logger import init_logger  # this module is also imported with other vLLM releases
 
-        init_logger(__name__).info("--quantization inc: QUANT_CONFIG alone decides.")
+        init_logger(__name__).info("--quantization inc has no effect, because QUANT_CONFIG alone selects the format.")
         args.quantization = None
     return original(args, *more, **named)
 
@@ -346,7 +346,7 @@ def raise_refusals_unchanged() -> None:
 
     Reason: pydantic catches every ValueError raised in a `__post_init__` and raises a ValidationError instead. The text
     of that error has several lines and ends with a link, and callers cannot catch the original error.
-    Remove when: vLLM's configurations are not pydantic dataclasses, or pydantic can pass an error through unchanged.
+    Remove when: vLLM's configurations are no longer pydantic dataclasses, or pydantic can pass errors through.
     """
     from pydantic.dataclasses import is_pydantic_dataclass
     from vllm import config

@@ -1,6 +1,6 @@
 """vLLM's offloading of KV to host memory, with PyTorch's copies instead of CUDA's.
 
-Breaks if vLLM numbers blocks in another way or transfers KV at another point in a step.
+This module breaks if vLLM numbers blocks differently or transfers KV at another point in a step.
 """
 
 from __future__ import annotations

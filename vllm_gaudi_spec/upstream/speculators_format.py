@@ -49,6 +49,5 @@ def _refuse_without_reader(config_dict: dict[str, Any]) -> None:
     if method == "mtp":
         remedy = "put its layers into the target's checkpoint with `speculators stitch-mtp`, and use method mtp"
     raise UnsupportedConfigError(
-        f"The checkpoint in the format of the library speculators is of method {method}, which vLLM does not read from "
-        f"it; {remedy}."
+        f"The speculators checkpoint is for method {method}, which vLLM does not support in this format; {remedy}."
     )

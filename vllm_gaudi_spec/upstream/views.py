@@ -25,7 +25,7 @@ def join_keys_of_minicpm3(
 
     Reason: vLLM's layer assigns these parts to slices, and HPU graphs do not support in-place writes through views
     (quirk L06).
-    Remove when: upstream's layer does not assign to slices.
+    Remove when: upstream's layer no longer assigns to slices.
     """
     import torch
 
@@ -51,7 +51,7 @@ def add_to_states_of_gemma3n() -> None:
 
     Reason: vLLM's layers add to the AltUp states through views (quirk L06) and divide by tensors created on the host,
     which is not allowed in a compiled graph.
-    Remove when: upstream's layers do neither.
+    Remove when: upstream's layers no longer do either.
     """
     from vllm.model_executor.models import gemma3n
 
@@ -171,7 +171,7 @@ def scale_gates_of_falcon_h1(original: Original, mlp: Any, x: torch.Tensor) -> t
     """Make Falcon-H1's MLPs store scaled gates in a new tensor.
 
     Reason: vLLM's MLP multiplies half of a tensor in place through a view (quirk L06).
-    Remove when: `FalconH1MLP.forward` does not update a view.
+    Remove when: `FalconH1MLP.forward` no longer updates a view.
     """
     import torch
 
@@ -188,7 +188,7 @@ def add_positions_in_siglip(
     """Make Siglip store the sum of patch and position embeddings in a new tensor.
 
     Reason: vLLM's code adds position embeddings in place to a view of the convolution's output (quirk L06).
-    Remove when: `SiglipVisionEmbeddings.forward` does not update a view.
+    Remove when: `SiglipVisionEmbeddings.forward` no longer updates a view.
     """
     if interpolate_pos_encoding:  # for images of other sizes, for which no graph is captured
         return original(embeddings, pixel_values, interpolate_pos_encoding)
@@ -236,7 +236,7 @@ def convolve_blocks_of_dflash2(
     """Make DFlash2 compute a token's position in its block from the shape of the tensor.
 
     Reason: vLLM computes the position from int64 row numbers, with a remainder unless the block size is a power of two.
-    Remove when: `_grouped_conv` does not compute a remainder.
+    Remove when: `_grouped_conv` no longer computes a remainder.
     """
     import torch
 

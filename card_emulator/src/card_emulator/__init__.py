@@ -51,12 +51,12 @@ def install(generation: str = "gaudi2", lazy: bool = True) -> None:
     if generation not in MODELS:
         raise ValueError(f"generation is one of {', '.join(MODELS)}, not {generation!r}")
     if _under_torch_npu is not None:
-        raise RuntimeError(f"this process already has an Ascend NPU; {generation} needs a process of its own")
+        raise RuntimeError(f"this process already has an Ascend NPU; {generation} needs its own process")
     if DEVICE.installed:
         if (DEVICE.model, DEVICE.lazy) != (MODELS[generation], lazy):
             raise RuntimeError(
                 f"this process already has a {DEVICE.generation} with lazy={DEVICE.lazy}; {generation} with "
-                f"lazy={lazy} needs a process of its own"
+                f"lazy={lazy} needs its own process"
             )
         return
     DEVICE.configure(MODELS[generation], lazy)
@@ -79,7 +79,7 @@ def install_npu(torch_npu: Path, cache: Path) -> None:
 
     global _under_torch_npu
     if DEVICE.installed:
-        raise RuntimeError(f"this process already has a {DEVICE.generation}; an NPU needs a process of its own")
+        raise RuntimeError(f"this process already has a {DEVICE.generation}; an NPU needs its own process")
     if _under_torch_npu is None:
         from card_emulator.ascend import cann
 

@@ -308,7 +308,7 @@ class Device:
     def after_fork(self) -> None:
         """Block the card in a forked child process. A real card hangs in a child if it was opened before the fork."""
         if self.installed and self.pid and self.pid != os.getpid():
-            self.blocked = "the device was opened before this process was forked; start workers with spawn"
+            self.blocked = "this process was forked after the device was opened; start workers with spawn"
 
 
 DEVICE = Device()

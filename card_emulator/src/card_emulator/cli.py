@@ -15,15 +15,19 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="card-emulator", description="Run programs on an emulated accelerator card.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="run a program, and all that it starts, on an emulated card")
+    run = commands.add_parser("run", help="run a program, and all processes that it starts, on an emulated card")
     run.add_argument("--card", choices=CARDS, default=GAUDI2, help=f"default: {GAUDI2}")
     mode = run.add_mutually_exclusive_group()
     mode.add_argument("--lazy", dest="lazy", action="store_true", default=None, help="a Gaudi in lazy mode (default)")
     mode.add_argument("--compiled", dest="lazy", action="store_false", help="a Gaudi in eager and compiled mode")
     run.add_argument(
-        "--kind", action="store_true", help="let a Gaudi take what is only known to fail on some cards or releases"
+        "--kind",
+        action="store_true",
+        help="let a Gaudi accept operations that are known to fail only on some cards or releases",
     )
-    run.add_argument("--torch-npu", type=Path, metavar="FOLDER", help="where Huawei's torch_npu is, for an Ascend NPU")
+    run.add_argument(
+        "--torch-npu", type=Path, metavar="FOLDER", help="the folder with Huawei's torch_npu, for an Ascend NPU"
+    )
     run.add_argument("program", nargs="+", metavar="-- PROGRAM", help="the program and its arguments")
     return parser
 

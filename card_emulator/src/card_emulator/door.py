@@ -29,7 +29,7 @@ _PLUGIN, _VERSION = "habana-torch-plugin", "1.24.0.400"
 
 
 def make_door(folder: Path, card: str) -> None:
-    """Create a new folder with the door for `card`."""
+    """Create `folder` as the door for `card`."""
     folder.mkdir(parents=True)
     (folder / "card_emulator").symlink_to(Path(__file__).parent)
     name = "card-emulator-door" if card == ASCEND910B else _PLUGIN

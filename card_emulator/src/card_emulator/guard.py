@@ -1,4 +1,4 @@
-"""Add the support that stock torch lacks for a device type of which it knows only the name."""
+"""Make stock torch support a device type that it knows only by name."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Queue:
         self.epoch = 1
 
     def enter(self, tensor: Any) -> Any:
-        """Return the part of the key that describes a tensor that is new since the last flush."""
+        """Return the part of the key for a tensor that is used for the first time since the last flush."""
         raise NotImplementedError
 
     def record(

@@ -313,7 +313,7 @@ def test_l07_l09_l30_o17_a_capture_refuses(card: Any, run: Callable[[torch.Tenso
 
 def test_l08_a_capture_refuses_another(card: Any) -> None:
     inner = graph(lambda x: x + 1)
-    with pytest.raises(RuntimeError, match="while another is recorded"):
+    with pytest.raises(RuntimeError, match="while another graph is being captured"):
         graph(lambda x: inner(x) * 2)(hpu(1))
     card.blocked = None
     assert graph(lambda x: inner(x, bypass_hpu_graphs=True) * 2)(hpu(1)).item() == 4.0

@@ -48,10 +48,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: torch.zeros(2, 1, device="hpu").index_reduce_(0, ids(0, 1), hpu(1, 2)[:, None], "amax"),
         "last dim",
     ),
-    "o06": (lambda: torch.where(torch.ones(2, dtype=torch.uint8, device="hpu"), hpu(1, 2), hpu(3, 4)), "only by bool"),
+    "o06": (lambda: torch.where(torch.ones(2, dtype=torch.uint8, device="hpu"), hpu(1, 2), hpu(3, 4)), "only booleans"),
     "o08": (lambda: hpu(3, 1, 2).topk(2, sorted=False), "unsorted output not supported"),
     "o12": (lambda: hpu(1, 2).index_put_((ids(0, 1, 0),), hpu(1, 2, 3)), "scatter_nd_onnx"),
-    "o20": (lambda: hpu(0.5, 0.5, dtype=torch.bfloat16).multinomial(1), "samples badly"),
+    "o20": (lambda: hpu(0.5, 0.5, dtype=torch.bfloat16).multinomial(1), "samples inaccurately"),
     "o30": (lambda: torch.ops.hpu.cast_to_fp8_v2(hpu(1, dtype=torch.float16)), "takes float32, bfloat16 and FP8"),
     "o38": (lambda: ids(1, 2).gather(0, ids(1)), "gather of int64"),
 }
@@ -313,8 +313,8 @@ def flat(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     [
         ("a04", {"mask": True, "causal": True}, "not both"),
         ("a04", {"lengths": True}, "is_causal only"),
-        ("a05", {"mode": "slow"}, "knows no softmax"),
-        ("a05", {"side": "middle"}, "knows no softmax"),
+        ("a05", {"mode": "slow"}, "does not support softmax"),
+        ("a05", {"side": "middle"}, "does not support softmax"),
         ("a09", {"queries": 65537}, "65537 queries"),
         ("a12", {"queries": 40000, "mask": True}, "a mask of"),
     ],
@@ -383,4 +383,4 @@ def test_q04_a22_scales_are_float32(card: Any) -> None:
         lambda: fp8_fused_sdpa(attended, attended, attended, d_scale_q=scale),
         lambda: torch.ops.hpu.fp8_gemm_v2(fp8, False, fp8, False, None, torch.bfloat16, scale, scale),
     ):
-        refused(card, run, "mismatch of types")
+        refused(card, run, "wrong type")

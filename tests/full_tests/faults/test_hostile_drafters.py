@@ -120,7 +120,7 @@ CASES: dict[str, tuple[str, str, Callable[[Path], None], str]] = {
         change_tensors(lambda tensors: dict(item for item in tensors.items() if ".mtp_layers.0.mlp." not in item[0])),
         "no weights for",
     ),
-    "half of a file": ("eagle", "eagle", truncate, "is damaged or was only half written"),
+    "half of a file": ("eagle", "eagle", truncate, "is damaged or incomplete"),
     "a missing part": ("eagle", "eagle", drop_a_part, "model-00002-of-00002.safetensors, which is missing"),
     "other shapes": ("eagle", "eagle", change_tensors(narrow), "cannot be loaded"),
     "a pipe": ("eagle", "eagle", put_pipe, "it is not a file"),
@@ -168,7 +168,7 @@ def test_hostile_drafter_is_refused(case: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_damaged_target_is_refused(looping_llama: str, tmp_path: Path) -> None:
     truncate(shutil.copytree(looping_llama, tmp_path / "target"))
-    assert "is damaged or was only half written" in refusal(str(tmp_path / "target"))
+    assert "is damaged or incomplete" in refusal(str(tmp_path / "target"))
 
 
 # Drafters that are odd and can be served; the drafts may be wrong, and the texts may not.

@@ -92,7 +92,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
     ranks[1].nodes[QKV].params["weight"] = np.ones((7, 1), dtype=np.float32)
     with pytest.raises(QuantFilesError, match="qkv_proj has 7 output channels on a rank, not 32"):
         unify(ranks)
-    with pytest.raises(QuantFilesError, match="do not spread over 3 ranks"):
+    with pytest.raises(QuantFilesError, match="cannot be divided among 3 ranks"):
         expand(measured(), 3)
 
 

@@ -135,7 +135,7 @@ def test_another_model_stops_a_step(
     status, _, err = run(script, "--out", folder.root, "--model", make_model(tmp_path / "other", b"tuned further"))
     assert status == 1
     assert err.count("\n") == 1
-    assert "was measured on another model than" in err
+    assert "was measured on a different model than" in err
     assert tree(folder.root) == before
 
 

@@ -63,11 +63,11 @@ def test_npu_is_chosen_when_a_card_is_present(nodes: tuple[str, ...], chosen: st
 @pytest.mark.parametrize(
     ("version", "torch_version", "variables", "why"),
     [
-        ("2.10.0.post4", "2.10.1", {}, "torch_npu 2.10.0.post4 is installed; .*pip install torch-npu==2.13.0"),
+        ("2.10.0.post4", "2.10.1", {}, "torch_npu 2.10.0.post4 is installed, but .*pip install torch-npu==2.13.0"),
         ("2.13.0.post4", "2.13.1", {}, None),
         ("2.14.0", "2.14.1+cpu", {}, None),
-        ("2.14.0", "2.13.0+cpu", {}, r"is for torch 2.14, and torch 2.13.0\+cpu is .*pip install torch-npu==2.13.0"),
-        ("2.13.0", "2.11.0+cpu", {}, r"is for torch 2.13, and torch 2.11.0\+cpu is .*pip install torch==2.13.0"),
+        ("2.14.0", "2.13.0+cpu", {}, r"is for torch 2.14, but torch 2.13.0\+cpu is .*pip install torch-npu==2.13.0"),
+        ("2.13.0", "2.11.0+cpu", {}, r"is for torch 2.13, but torch 2.11.0\+cpu is .*pip install torch==2.13.0"),
         ("2.13.0", "2.13.1", {"ASCEND_LAUNCH_BLOCKING": "1"}, "ASCEND_LAUNCH_BLOCKING=1.*unset it"),
         ("2.13.0", "2.13.1", {"TASK_QUEUE_ENABLE": "2"}, "TASK_QUEUE_ENABLE=2.*set it to 1"),
         (
@@ -99,7 +99,9 @@ def test_npu_g13_collectives_on_vector_cores_are_refused(
     if not refused:
         platform.AscendSpecPlatform.check_and_update_config(config)
         return
-    with pytest.raises(UnsupportedConfigError, match=r"HCCL_OP_EXPANSION_MODE=AIV with several ranks.*unset it"):
+    with pytest.raises(
+        UnsupportedConfigError, match=r"HCCL_OP_EXPANSION_MODE=AIV is not supported with several ranks.*unset it"
+    ):
         platform.AscendSpecPlatform.check_and_update_config(config)
 
 

@@ -25,5 +25,5 @@ def test_layers_at_one_offset_share_their_kv() -> None:
     assert found["a"] is found["c"]
     assert found["a"].keys is not found["b"].keys
     assert found["a"].keys.shape == (BLOCKS * BLOCK, 2, 64)
-    with pytest.raises(UnsupportedConfigError, match="c shares KV memory with a layer of another shape"):
+    with pytest.raises(UnsupportedConfigError, match="c shares memory with a layer that has another shape"):
         kv_pair.allocate(plan(size_of_c=32), torch.device("cpu"))

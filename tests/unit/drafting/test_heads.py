@@ -95,7 +95,7 @@ def test_embeddings_of_target_may_be_its_output_matrix() -> None:
     target, head = model_of(inner_embed_tokens=linear()), model_of(inner_embed_tokens=linear())
     share_modules(target, head)
     assert head.lm_head is target.model.embed_tokens
-    with pytest.raises(UnsupportedConfigError, match="has no embeddings under a name that heads know"):
+    with pytest.raises(UnsupportedConfigError, match="has no embeddings under a name that is supported"):
         share_modules(model_of(lm_head=linear()), head)
 
 

@@ -110,7 +110,7 @@ def test_mask_token_is_read_from_checkpoint(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("described", "options", "message"),
     [
-        ({}, {}, "names no mask token, .* leave parallel_drafting out"),
+        ({}, {}, "specifies no mask token, .* leave parallel_drafting out"),
         (dict(pard_token=400), {}, "has the mask token 400, but a vocabulary of 400 tokens"),
         (dict(architectures=["PEagleDraftModel"], pard_token=5), {}, "set method to eagle3 and parallel_drafting"),
         (dict(pard_token=5), dict(method="eagle"), "parallel_drafting has no effect with method eagle"),

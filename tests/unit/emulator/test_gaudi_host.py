@@ -89,7 +89,7 @@ def test_s04_stock_torch_has_no_lazy_mode(torch_version: str, has_it: bool, monk
 
 
 LAZY_ONLY = r"not supported in Lazy mode.*leave PT_HPU_LAZY_MODE unset"
-OTHER_TORCH = r"^(?!.*LAZY_MODE).*this torch.*install again"
+OTHER_TORCH = r"^(?!.*LAZY_MODE).*this torch.*reinstall"
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_chunks_of_row_parallel_layers_need_lazy_mode(monkeypatch: pytest.Monkey
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
     assert environment.gaudi_chunks() == (1, 8192)
     monkeypatch.setenv("VLLM_ROW_PARALLEL_CHUNKS", "4")
-    with pytest.raises(UnsupportedConfigError, match="VLLM_ROW_PARALLEL_CHUNKS=4 has no use, since compiled mode"):
+    with pytest.raises(UnsupportedConfigError, match="VLLM_ROW_PARALLEL_CHUNKS=4 has no effect, because compiled mode"):
         environment.gaudi_chunks()
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
     assert environment.gaudi_chunks() == (4, 8192)

@@ -62,7 +62,7 @@ def test_an_environment_is_never_made_over_somebodys_folder(tmp_path: Path) -> N
     done = run_code(code, "-", "card", str(tmp_path))
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line == f"error: {tmp_path} was not made by this script, so it stays; name another folder, or remove it"
+    assert line == f"error: {tmp_path} was not created by this script, so it is kept; name another folder, or remove it"
     assert (tmp_path / "work.txt").read_text() == "mine"
 
 

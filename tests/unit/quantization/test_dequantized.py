@@ -46,7 +46,7 @@ def test_vllm_uses_our_method(tmp_path: Path) -> None:
 
 def test_unsupported_format_is_refused(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, FORMATS["gptq"].config | dict(checkpoint_format="gptq", sym=False))
-    with pytest.raises(UnsupportedConfigError, match="zero points in GPTQ's first layout") as refused:
+    with pytest.raises(UnsupportedConfigError, match="zero points in GPTQ's original layout") as refused:
         configured(model, dtype="bfloat16")
     assert len(str(refused.value).splitlines()) == 1
 
@@ -61,7 +61,7 @@ def test_damaged_checkpoint_is_refused_at_configuration(
     model = checkpoint(tmp_path, dict(FORMATS["ct-int8"].config))
     parts, _ = FORMATS["ct-int8"].weights(torch.ones(GROUP, GROUP))
     for scale, reason in (
-        ({}, "no weight_scale; take another copy"),
+        ({}, "no weight_scale; download or copy"),
         ({"weight_scale": torch.ones(7, 1)}, "scales or"),
     ):
         save_file(tensors_of({"weight": parts["weight"]} | scale), tmp_path / "model.safetensors")
@@ -73,7 +73,7 @@ def test_damaged_checkpoint_is_refused_at_configuration(
 
 
 def test_other_load_formats_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedConfigError, match="--load-format sharded_state; leave that out"):
+    with pytest.raises(UnsupportedConfigError, match="--load-format sharded_state; leave it out"):
         configured(checkpoint(tmp_path, dict(CT)), **reference(load_format="sharded_state"))
 
 
@@ -159,7 +159,9 @@ def test_non_finite_scales_are_refused(name: str, part: str, keeps: bool) -> Non
         if part == "weight_global_scale" and value == float("inf"):  # which divides: the weights are zeros
             assert not read(tensors, dict(FORMATS[name].config))[f"{NAME}.weight"].any()
             continue
-        with pytest.raises(EncodingError, match=f"model: layer {NAME} has scales or values that are not finite; take"):
+        with pytest.raises(
+            EncodingError, match=f"model: layer {NAME} has scales or values that are not finite; download"
+        ):
             read(tensors, dict(FORMATS[name].config), is_native=lambda layer: keeps)
 
 
@@ -173,7 +175,7 @@ def test_wrong_number_of_scales_is_refused(name: str, part: str, keeps: bool, de
     ):
         tensors, _ = changed(name, part, change)
         there = {key: tensor.to(device) for key, tensor in tensors.items()}
-        with pytest.raises(EncodingError, match=f"model: layer {NAME} {reason}.*; take another copy"):
+        with pytest.raises(EncodingError, match=f"model: layer {NAME} {reason}.*; download or copy"):
             read(there, dict(FORMATS[name].config), is_native=lambda layer: keeps)
 
 
@@ -186,10 +188,12 @@ def test_tensors_for_vllms_kernels_are_checked(name: str) -> None:
     assert dict(check_tensors("model", format, tensors.items())) == tensors
     (scale,) = (key for key in tensors if "scale" in key)
     without = {key: tensor for key, tensor in tensors.items() if key != scale}
-    with pytest.raises(EncodingError, match=f"model: layer {NAME} has no {scale.removeprefix(NAME)[1:]}; take another"):
+    with pytest.raises(
+        EncodingError, match=f"model: layer {NAME} has no {scale.removeprefix(NAME)[1:]}; download or copy"
+    ):
         list(check_tensors("model", format, without.items()))
     broken = tensors | {scale: tensors[scale] * float("nan")}
-    with pytest.raises(EncodingError, match=f"model: {scale} has values that are not finite; take another copy"):
+    with pytest.raises(EncodingError, match=f"model: {scale} has values that are not finite; download or copy"):
         list(check_tensors("model", format, broken.items()))
 
 

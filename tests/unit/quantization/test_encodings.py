@@ -45,7 +45,7 @@ def test_stacked_experts_are_what_transformers_makes_of_them() -> None:
     [
         ("scales", None, "has no scales"),
         ("scales", lambda scales: scales[:, :, 1:], "scales or zero points of shape"),
-        ("blocks", lambda blocks: blocks.flatten(2), "blocks of 3 dimensions"),
+        ("blocks", lambda blocks: blocks.flatten(2), "3-dimensional blocks"),
     ],
 )
 def test_stacks_that_do_not_fit(part: str, change: Any, reason: str, device: str) -> None:
@@ -135,7 +135,7 @@ def test_the_last_group_may_be_smaller(name: str) -> None:
 def test_groups_of_another_size_than_the_format_says(name: str) -> None:
     parts, _ = FORMATS[name].weights(matrix())
     wrong = read_format(FORMATS[name].config | dict(group_size=64)).find_encoding(LAYER)
-    with pytest.raises(EncodingError, match=r"of shape \[3, 256\], where its weight needs \[6, 256\]"):
+    with pytest.raises(EncodingError, match=r"of shape \[3, 256\], but its weight needs \[6, 256\]"):
         wrong.weight(parts)
     unsaid = {key: value for key, value in FORMATS[name].config.items() if key != "group_size"}
     assert read_format(unsaid).find_encoding(LAYER).weight(parts).shape == (256, 384)
@@ -203,21 +203,30 @@ def test_tensors_that_do_not_fit(name: str, part: str, change: Any, reason: str,
     ("described", "reason"),
     [
         (dict(quant_method="bitsandbytes"), "are in bitsandbytes"),
-        (dict(quant_method="gptq", sym=False), "zero points in GPTQ's first layout"),
+        (dict(quant_method="gptq", sym=False), "zero points in GPTQ's original layout"),
         (dict(quant_method="gptq", checkpoint_format="marlin"), "GPTQ's layout marlin"),
         (dict(quant_method="awq", bits=8), "AWQ with other than 4 bits"),
         (dict(quant_method="modelopt", quant_algo="W4A8_AWQ"), "ModelOpt's W4A8_AWQ"),
         (compressed("marlin-24", CT_W4), "4-bit int numbers in the layout marlin-24"),
         (compressed("pack-quantized", CT_W4) | dict(sparsity_config=dict(format="sparse-24-bitmask")), "are sparse"),
         (compressed("pack-quantized", CT_W4) | dict(transform_config=dict(config_groups=dict(a={}))), "transforms of"),
-        (compressed("pack-quantized", numbers(4, "int", "group")), r"not read \(KeyError: 'group_size'\)"),
-        (compressed("pack-quantized", CT_W4 | dict(num_bits=None)), r"not read \(TypeError: int\(\) argument"),
-        (compressed("float-quantized", BLOCKS | dict(block_structure="128")), r"not read \(ValueError: not enough"),
-        (compressed("pack-quantized", CT_W4) | dict(ignore=["re:*gate"]), r"not read \(error: nothing to repeat"),
-        (compressed("pack-quantized", "int4"), r"not read \(\w+: string indices|not read \(AttributeError"),
-        (dict(quant_method="awq", bits=None), r"not read \(TypeError"),
+        (compressed("pack-quantized", numbers(4, "int", "group")), r"unsupported way \(KeyError: 'group_size'\)"),
+        (compressed("pack-quantized", CT_W4 | dict(num_bits=None)), r"unsupported way \(TypeError: int\(\) argument"),
+        (
+            compressed("float-quantized", BLOCKS | dict(block_structure="128")),
+            r"unsupported way \(ValueError: not enough",
+        ),
+        (
+            compressed("pack-quantized", CT_W4) | dict(ignore=["re:*gate"]),
+            r"unsupported way \(error: nothing to repeat",
+        ),
+        (
+            compressed("pack-quantized", "int4"),
+            r"unsupported way \(\w+: string indices|unsupported way \(AttributeError",
+        ),
+        (dict(quant_method="awq", bits=None), r"unsupported way \(TypeError"),
         (dict(quant_method="gptq", group_size=0), "scales of 0 numbers each"),
-        (dict(quant_method="fp8", weight_block_size=[128]), r"not read \(IndexError"),
+        (dict(quant_method="fp8", weight_block_size=[128]), r"unsupported way \(IndexError"),
     ],
 )
 def test_formats_that_are_not_read(described: dict[str, Any], reason: str) -> None:

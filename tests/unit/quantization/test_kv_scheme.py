@@ -75,7 +75,7 @@ def test_unsupported_scheme_is_dropped(
     kept = "float32" if requested == "auto" else FP8_KV
     (line,) = set(warnings)
     assert line.startswith(
-        f"{tmp_path} asks for a quantized KV cache that is not supported here: KV is kept in {kept}, "
+        f"{tmp_path} requests a quantized KV cache that is not supported here: KV is kept in {kept}, "
     )
 
 
@@ -145,7 +145,7 @@ def test_a_drafter_keeps_kv_as_its_target_does(tmp_path: Path, warnings: list[st
     made = configured(str(target), speculative_config=speculation)
     described = made.speculative_config.draft_model_config
     assert described.hf_config.quantization_config["kv_cache_scheme"] is None
-    assert f"{drafter} asks for a quantized KV cache" in warnings[0]
+    assert f"{drafter} requests a quantized KV cache" in warnings[0]
     warnings.clear()
     made = configured(str(target), speculative_config=speculation, kv_cache_dtype="fp8")
     described = made.speculative_config.draft_model_config

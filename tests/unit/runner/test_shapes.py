@@ -198,7 +198,7 @@ def test_r06_decode_beyond_the_listed_blocks_is_made_late(caplog: pytest.LogCapt
     with caplog.at_level("WARNING", logger="vllm_gaudi_spec"):
         assert chosen.decode(1, [1024] * 8).context == 800
         assert chosen.decode(1, [1024] * 2, 8).context == 200
-    assert "larger than the largest of its block_buckets, 100" in caplog.text
+    assert "exceeds the largest value in block_buckets, 100" in caplog.text
     with pytest.raises(UnsupportedConfigError, match="leave out the larger ones"):
         shapes(max_num_seqs=8, max_len=1024, exact=False, flat=True, block_buckets=(10, 1_000_000))
 

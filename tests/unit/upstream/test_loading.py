@@ -109,7 +109,7 @@ def test_weights_are_never_unpickled(tmp_path: Path) -> None:
     for load_format in ("auto", "hf", "pt", "npcache"):
         loader = DefaultModelLoader(LoadConfig(load_format=load_format))
         source = DefaultModelLoader.Source(str(tmp_path), revision=None)
-        with pytest.raises(config.UnsupportedConfigError, match=r"are pickles .*give a folder with \*\.safetensors"):
+        with pytest.raises(config.UnsupportedConfigError, match=r"are pickles .*use a folder with \*\.safetensors"):
             list(loader._get_weights_iterator(source))
     save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
     loader = DefaultModelLoader(LoadConfig())

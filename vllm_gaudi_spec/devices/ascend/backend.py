@@ -160,7 +160,7 @@ class AscendAttention(PairAttention):
 
     @cached_property
     def _compressed_mask(self) -> torch.Tensor | None:
-        """Return the compressed mask that all graphs share, created in an eager run, or None to use dense masks."""
+        """Return the compressed mask that an eager run creates for all graphs, or None to use dense masks."""
         if not environment.compresses_prompt_masks():
             return None
         return ascend_attention.compressed_mask(self._torch_device)
@@ -175,8 +175,8 @@ class AscendAttention(PairAttention):
             self._compresses[form] = ascend_attention.compresses_masks(self._torch_npu, self._torch_device, spec, mask)
             if not self._compresses[form]:
                 logger.info_once(
-                    "The fused attention of this CANN takes no compressed masks with heads of %d in %s, blocks of %d "
-                    "and window %s, so prompts use dense masks.",
+                    "The fused attention of this CANN does not support compressed masks with head size %d, dtype %s, "
+                    "block size %d and window %s, so prompts use dense masks.",
                     spec.head_size,
                     spec.dtype,
                     spec.block_size,
@@ -194,8 +194,8 @@ class AscendAttention(PairAttention):
             )
             if self._adds_up[form]:
                 logger.info_once(
-                    "The fused attention of this CANN refuses rows that together have more blocks than exist. Where "
-                    "this may happen, as with shared prefixes, it runs on some of the rows at a time."
+                    "The fused attention of this CANN rejects rows that together have more blocks than exist. If this "
+                    "may happen, as with shared prefixes, it processes fewer rows at a time."
                 )
         return self._adds_up[form]
 

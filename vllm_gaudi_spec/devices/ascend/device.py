@@ -26,24 +26,26 @@ def refusal(version: str, variables: Mapping[str, str], torch_version: str) -> s
     """Return a one-line reason not to use the NPU, or None. torch_npu itself fails only during graph capture."""
     if Version(version).release[:2] < _OLDEST:
         return (
-            f"torch_npu {version} is installed; device ascend needs 2.13 or newer beside vLLM's torch: "
+            f"torch_npu {version} is installed, but device ascend needs 2.13 or newer with vLLM's torch: "
             "pip install torch-npu==2.13.0."
         )
     minor, of_torch = Version(version).release[:2], Version(torch_version).release[:2]
     if minor != of_torch:
         remedy = f"torch-npu=={_dotted(of_torch)}.0" if of_torch >= _OLDEST else f"torch=={_dotted(minor)}.0"
         return (
-            f"torch_npu {version} is for torch {_dotted(minor)}, and torch {torch_version} is installed; pip install "
+            f"torch_npu {version} is for torch {_dotted(minor)}, but torch {torch_version} is installed; pip install "
             f"{remedy}."
         )
     if variables.get(environment.LAUNCH_BLOCKING.name) == "1":
-        return f"{environment.LAUNCH_BLOCKING.name}=1 waits for each operation and captures no NPU graphs; unset it."
+        return (
+            f"{environment.LAUNCH_BLOCKING.name}=1 waits for each operation and prevents NPU graph capture; unset it."
+        )
     if variables.get(environment.TASK_QUEUE.name) == "2":
-        return f"{environment.TASK_QUEUE.name}=2 captures no NPU graphs; set it to 1."
+        return f"{environment.TASK_QUEUE.name}=2 prevents NPU graph capture; set it to 1."
     settings = variables.get(environment.NPU_ALLOCATOR.name, "").replace(" ", "").lower()
     if "pin_memory_expandable_segments:true" in settings:
         return (
-            f"pin_memory_expandable_segments captures no NPU graphs; take it out of {environment.NPU_ALLOCATOR.name}."
+            f"pin_memory_expandable_segments prevents graph capture; remove it from {environment.NPU_ALLOCATOR.name}."
         )
     return None
 
@@ -84,8 +86,8 @@ def torch_npu() -> Any:
         return importlib.import_module("torch_npu")
     except (ImportError, OSError) as error:
         raise UnsupportedConfigError(
-            f"device ascend needs torch_npu and CANN, which come with Huawei's images ({error}); set VGS_DEVICE to "
-            "ascend-emulated or cpu where there is no NPU."
+            f"device ascend needs torch_npu and CANN, which come with Huawei's images ({error}); without an NPU, set "
+            "VGS_DEVICE to ascend-emulated or cpu."
         ) from error
 
 

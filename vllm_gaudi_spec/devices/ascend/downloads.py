@@ -15,15 +15,15 @@ import torch
 
 _MARK = 0xA5
 _MARKED_BYTES = 64
-"""The number of bytes to mark in a buffer. Copies are never partial, and no token, count, flag, or run of 16 numbers
-consists of these bytes."""
+"""The number of bytes at the start of a buffer that are set to `_MARK`. Copies are never partial, and no token, count,
+flag, or run of 16 numbers consists of these bytes."""
 _TIMEOUT_S = 10.0
 _POLL_S = 2e-5
 """The polling interval. In practice, Linux sleeps for 60 to 100 microseconds."""
 
 _DROPPED = (
-    "torch_npu dropped a copy to the host: an operator failed before it, whose error is further up in the log. The "
-    "engine has to be started again."
+    "torch_npu dropped a copy to the host because an earlier operator failed; its error is further up in the log. "
+    "Restart the engine."
 )
 
 

@@ -35,7 +35,7 @@ def install_npu() -> None:
         card_emulator.install_npu(folder, environment.cache_folder())
     except card_emulator.SetupError as error:
         raise UnsupportedConfigError(
-            f"{error} torch_npu was looked for in {folder}; {environment.TORCH_NPU.name} names another folder."
+            f"{error} The folder {folder} was searched for torch_npu; set {environment.TORCH_NPU.name} to use another."
         ) from error
 
 

@@ -305,7 +305,9 @@ def _find_local_experts(expert_map: torch.Tensor | None) -> tuple[int, int] | No
         return None
     ids = (expert_map >= 0).nonzero().flatten().tolist()
     if ids != list(range(ids[0], ids[0] + len(ids))):
-        raise UnsupportedConfigError("experts are placed one after the other; use --expert-placement-strategy linear.")
+        raise UnsupportedConfigError(
+            "experts must be placed one after the other; use --expert-placement-strategy linear."
+        )
     return ids[0], len(ids)
 
 

@@ -1,7 +1,8 @@
 """Runs and checks a collective in each group of ranks before any other collective.
 
 A group's first collective creates its communicator. On Gaudi, that collective must not be part of a captured graph. A
-wrong network or module map also causes an error or a hang here. vllm-gaudi runs one in `init_device` (quirk N01).
+wrong network or module map also causes an error or a hang here. vllm-gaudi also runs a collective in `init_device`
+(quirk N01).
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _name(group: GroupCoordinator) -> str:
 
 
 def _check(name: str, collective: str, expected: torch.Tensor, run: Callable[[], torch.Tensor], memory: Memory) -> None:
-    advice = "check the network between these ranks, and that each has a card of its own"
+    advice = "check the network between these ranks, and that each of them has its own card"
     try:
         found = memory.download(run())
     except Exception as error:

@@ -128,7 +128,7 @@ def allocate(kv_cache_config: KVCacheConfig, device: torch.device) -> dict[str, 
             kind_there, by_layer[name] = by_offset[offset]
             if kind_there != kind:
                 raise UnsupportedConfigError(
-                    f"{name} shares KV memory with a layer of another shape; set --disable-hybrid-kv-cache-manager."
+                    f"{name} shares memory with a layer that has another shape; set --disable-hybrid-kv-cache-manager."
                 )
     return by_layer
 

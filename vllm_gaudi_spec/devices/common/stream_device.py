@@ -51,7 +51,7 @@ class Captures:
         """An empty graph that keeps the pool usable between engines, because a pool without graphs cannot be reused."""
 
     def buffer(self, index: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the buffer for argument `index`, which all graphs with the same tensor shape and dtype there share.
+        """Return the buffer for argument `index`. Graphs share it if this argument has the same shape and dtype.
 
         A device buffer is filled in stream order right before a graph runs. A host buffer is filled immediately.
         """

@@ -83,7 +83,7 @@ def _find_slow_product(names: set[str]) -> str | None:
 
 
 def _find_quantized_layers(folder: Path) -> tuple[str, ...]:
-    """Return the first quantized attention layer and the first other quantized layer, from the first file with any."""
+    """Return the first quantized attention layer and the first other quantized layer in the first file that has any."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, "pt") as opened:

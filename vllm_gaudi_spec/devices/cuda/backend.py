@@ -21,8 +21,8 @@ def make_backend() -> DeviceBackend:
     # vLLM's front end also creates a backend and must not open the GPU. These checks do not open it.
     if not torch.cuda.is_available() or find_spec("triton") is None:
         raise UnsupportedConfigError(
-            "VGS_DEVICE=cuda needs an NVIDIA GPU, a torch built for it and Triton, which torch "
-            f"{torch.__version__} here does not have; set VGS_DEVICE to cpu or hpu-emulated."
+            "VGS_DEVICE=cuda needs an NVIDIA GPU, a torch built for it and Triton, but at least one is missing (torch "
+            f"{torch.__version__}); set VGS_DEVICE to cpu or hpu-emulated."
         )
     # A device without an index is the process's only card (`Platform.set_device`).
     device = torch.device("cuda")

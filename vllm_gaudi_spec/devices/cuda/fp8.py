@@ -20,7 +20,7 @@ class CudaArithmetic:
     def __init__(self, largest: float) -> None:
         if torch.cuda.is_available() and torch.cuda.get_device_capability() < _WITH_FP8:
             raise UnsupportedConfigError(
-                "draft_lm_head_quantization needs a GPU that multiplies FP8, Ada or newer; leave it out of "
+                "draft_lm_head_quantization needs a GPU with FP8 support, Ada or newer; leave it out of "
                 "--speculative-config."
             )
         self._largest = largest

@@ -55,15 +55,15 @@ def _import_bridge() -> Any:
         return importlib.import_module("habana_frameworks.torch")
     except ImportError as error:
         raise UnsupportedConfigError(
-            f"device hpu needs habana_frameworks, which comes with Intel's Gaudi image ({error}); set VGS_DEVICE to "
-            "hpu-emulated or cpu where there is no Gaudi."
+            f"device hpu needs habana_frameworks, which comes with Intel's Gaudi image ({error}); without a Gaudi, set "
+            "VGS_DEVICE to hpu-emulated or cpu."
         ) from error
     except (AssertionError, AttributeError) as error:  # mismatched versions, or stock torch in lazy mode
         advice = (
             "leave PT_HPU_LAZY_MODE unset, or use Intel's image pytorch-installer, whose torch has lazy mode"
             if "lazy" in str(error).lower()
-            else f"torch is {torch.__version__}, which another package may have brought; install again the one that "
-            "the bridge was made for"
+            else f"torch is {torch.__version__}, which another package may have installed; reinstall the version "
+            "that the bridge was built for"
         )
         raise UnsupportedConfigError(f"habana_frameworks does not load with this torch ({error}); {advice}.") from error
 

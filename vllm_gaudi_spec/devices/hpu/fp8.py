@@ -1,4 +1,4 @@
-"""FP8 on Gaudi: FP8 arithmetic, and Intel Neural Compressor (INC), which quantizes models.
+"""FP8 on a Gaudi: its arithmetic, and Intel Neural Compressor (INC), which quantizes models.
 
 The code that calls INC is based on INC's sources and on how vllm-gaudi uses them. This code has never run. On the
 emulated card, the FP8 arithmetic is used to simulate INC.

@@ -57,7 +57,7 @@ def _note_universal_draft(original: Callable[..., None], config: Any) -> None:
     original(config)
     if config.method != _DRAFT_MODEL:
         raise UnsupportedConfigError(
-            f"vLLM recognizes {config.model} as a drafter of method {config.method}, which is not a model of its own; "
+            f"vLLM recognizes {config.model} as a drafter of method {config.method}, which is not a standalone model; "
             f"method {UNIVERSAL_DRAFT} needs one."
         )
     setattr(config, IS_UNIVERSAL, True)

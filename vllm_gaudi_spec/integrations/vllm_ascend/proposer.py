@@ -31,7 +31,7 @@ class AscendUniversalDraftProposer(AscendDraftModelProposer):
             )
         if get_ascend_config().enable_reduce_sample:
             raise UnsupportedConfigError(
-                f"Method {UNIVERSAL_DRAFT} looks at logits of the whole vocabulary: turn enable_reduce_sample off in "
+                f"Method {UNIVERSAL_DRAFT} needs logits for the whole vocabulary; turn enable_reduce_sample off in "
                 f"additional_config."
             )
         if vllm_config.model_config.enable_sleep_mode:

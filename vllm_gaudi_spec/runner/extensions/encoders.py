@@ -62,7 +62,7 @@ class WholeItems:
         """Maps each modality to the sizes that warm-up captures. Only encoders with padded inputs use this field."""
 
     def _fit(self, modality: str, size: int) -> int:
-        """Return a listed size, or the largest one times a power of two, captured while serving."""
+        """Return a listed size, or the largest one times a power of two, which is captured while serving."""
         fitting = next((listed for listed in self._sizes[modality] if listed >= size), self._sizes[modality][-1])
         while fitting < size:
             fitting *= 2

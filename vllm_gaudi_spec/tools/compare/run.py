@@ -75,7 +75,7 @@ class Comparison:
         setup = make_setup(options, computes_on_host=DEVICES[self.device["device"]].computes_on_host)
         names = options.tasks
         if COMPARE in options.task and (left_out := [name for name in COMPARED if name not in names]):
-            self.log(f"left out, for want of --draft: {', '.join(left_out)}")
+            self.log(f"skipped, because --draft is missing: {', '.join(left_out)}")
         if options.run_base and BASELINE not in names:
             names = [BASELINE, *names]
         runs = self.measure(names, setup)
@@ -205,7 +205,7 @@ def check_installation(options: argparse.Namespace) -> None:
         demo += [DEMO / folder for folder in find_demo_targets(options) if folder]
     if missing := [str(path) for path in demo if not path.exists()]:
         raise ValueError(
-            f"{missing[0]}, a part of the demo, is missing from this installation; install it again, or give --model "
+            f"{missing[0]}, a part of the demo, is missing from this installation; install it again, or pass --model "
             "and --draft"
         )
     if mistake := output.find_model_mistake(options.model, *drafters):

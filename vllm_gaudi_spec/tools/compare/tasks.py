@@ -133,13 +133,13 @@ On the CPU, the engines run side by side and take turns, prompt by prompt, so th
 all of them. They run one after the other on a card, when memory is too small, and with --do-profile; the table says so.
 
 Without --model, the target is the demo model, and --draft may be left out: its drafters come with this package. For
-eagle3, peagle, dflash, medusa and mtp, the demo has a tiny model with poor texts but high acceptance. With a model of
-your own and no --draft, `compare` leaves out the methods that need one; mtp drafts with the model itself.
+eagle3, peagle, dflash, medusa and mtp, the demo has a tiny model with poor texts but high acceptance. With your own
+model and no --draft, `compare` leaves out the methods that need one; mtp drafts with the model itself.
 
 The drafters of the demo model were trained on the fixed prompts, so their acceptance rate is lower on your own
 --prompts.
 
-Exit status: 0 when the task ran and met its threshold, 1 when it failed (the last line has the reason), 2 for wrong
+Exit status: 0 when the task ran and met its threshold, 1 when it failed (the last line has the reason), 2 for invalid
 options.
 """
 
@@ -153,7 +153,7 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
         default=["baseline"],
         choices=[*TASKS, COMPARE],
         metavar="TASK",
-        help=f"speculation method, or several to compare: {', '.join(TASKS)}; {COMPARE} is {', '.join(COMPARED)}",
+        help=f"one or more speculation methods to compare: {', '.join(TASKS)}; {COMPARE} means {', '.join(COMPARED)}",
     )
     add("--model", metavar="MODEL", help="folder or Hugging Face id of the target (default: the demo model)")
     add_shared(
@@ -170,7 +170,7 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
         type=positive,
         default=512,
         metavar="N",
-        help="tokens to generate per prompt, past any end token",
+        help="number of tokens to generate per prompt; end tokens are ignored",
     )
     add("--batch-size", type=positive, default=8, metavar="N", help="concurrency: number of requests in flight")
     add("--num-prompts", type=positive, metavar="N", help=f"number of prompts ({num_prompts})")
@@ -203,7 +203,7 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
         type=positive,
         default=1,
         metavar="N",
-        help="maximum number of measured runs of each prompt (side by side, at most 2 after the first minute)",
+        help="maximum number of measured runs of each prompt (side by side, no third one starts after one minute)",
     )
     add("--run-base", action="store_true", help="run the baseline as well, and compare the texts")
     output.add_json(add, "the record of the run")
@@ -214,8 +214,8 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
         nargs="?",
         const=Path(),
         metavar="FOLDER",
-        help="write torch.profiler's trace of the measured run to FOLDER, or beside the file of --json, or here "
-        "(default: no trace)",
+        help="write torch.profiler's trace of the measured run to FOLDER; without FOLDER, to the folder of --json's "
+        "file or the current one (default: no trace)",
     )
     add(
         "--assert-accept-rate",
@@ -238,7 +238,7 @@ def find_mistake(options: argparse.Namespace) -> str | None:
         if choices or options.assert_accept_rate is not None:
             return f"task {names} drafts nothing; leave out --acceptance and --assert-accept-rate"
     if not options.model and len(find_demo_targets(options)) > 1:
-        return f"the demo has no common target for {names}; run one at a time, or give --model"
+        return f"the demo has no common target for {names}; run one at a time, or pass --model"
     if any(len([one for one in choices if one in kind]) > 1 for kind in (_RULES, _DRAFTING)):
         return "--acceptance takes at most one rule and one drafting mode"
     return output.find_mistake("--json", options.json) or output.find_mistake("--report", options.report)

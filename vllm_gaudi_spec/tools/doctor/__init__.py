@@ -21,8 +21,8 @@ from vllm_gaudi_spec.tools.io.output import FINE, PROBLEMS, fail, find_model_mis
 
 DESCRIPTION = """\
 Check this machine: versions, drivers, devices, plugins and environment variables. torch and vLLM are loaded in another
-process. With --model, also check whether the model, or the pair of target and drafter, can be served: refusals, overlap
-of the vocabularies, lengths, and memory for weights, KV and the drafter's KV region. Weights are not loaded.
+process. With --model, also check whether the model, or the pair of target and drafter, can be served: rejected
+options, vocabulary overlap, lengths, and memory for weights, KV and the drafter's KV region. Weights are not loaded.
 
 Examples:
   gaudi-spec doctor
@@ -38,7 +38,7 @@ _STYLES = {"problem": "bold red", "warning": "yellow", "note": "cyan", "ok": "gr
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
-        help="find faults of this machine or a pair of models, with remedies",
+        help="find problems with this machine or a pair of models, and their remedies",
         description=DESCRIPTION,
     )
     add = parser.add_argument
@@ -75,7 +75,9 @@ def add_to(commands: Any) -> None:
     add("--tensor-parallel-size", type=positive, metavar="N", help="as for vllm serve (default: 1)")
     add("--dtype", help="as for vllm serve (default: vLLM's)")
     add("--kv-cache-dtype", metavar="DTYPE", help="as for vllm serve (default: vLLM's)")
-    add("--error", metavar="TEXT", help="an error message, or a log's file: explain CANN's codes in it (default: none)")
+    add(
+        "--error", metavar="TEXT", help="an error message or log file whose CANN error codes to explain (default: none)"
+    )
     add(
         "--bundle",
         metavar="FILE",
@@ -145,13 +147,13 @@ def find_contradiction(options: argparse.Namespace) -> str | None:
     others = [options.additional_config, options.max_model_len, options.max_num_seqs, options.dtype]
     others += [options.speculative_config, options.tensor_parallel_size, options.kv_cache_dtype]
     if options.log is not None and options.bundle is None:
-        return "--log is a part of the bundle; give --bundle FILE"
+        return "--log is part of the bundle; add --bundle FILE"
     if options.log is not None and not (Path(options.log).is_file() and os.access(options.log, os.R_OK)):
         return f"--log {options.log} is not a file that can be read"
     if options.bundle == output.STDOUT:
-        return "--bundle writes a zip file; give it a name"
+        return "--bundle writes a zip file and needs its name"
     if options.model is None and any(option is not None for option in (*drafting, *others)):
-        return "these options need a model; give --model"
+        return "these options need a model; add --model"
     if options.speculative_config is not None and any(option is not None for option in drafting):
         return "--speculative-config replaces --draft, --method and --num-speculative-tokens; leave those out"
     row = METHODS.get(options.method)

@@ -34,7 +34,7 @@ def check_devices() -> Iterator[Finding]:
     if requested is not None:
         yield _check_requested_device(requested)
     elif others := device_table.other_platform_plugins():
-        yield note("device", f"left to the platform plugin {', '.join(others)}, since VGS_DEVICE is not set")
+        yield note("device", f"left to the platform plugin {', '.join(others)}, because VGS_DEVICE is not set")
     elif (device := device_table.choose_device()) in _CARDS:
         software = device_table.DEVICES[device].software
         yield ok("device", f"{device}: {_count(device_table.cards(device))}, and {software} is installed")
@@ -56,8 +56,8 @@ def _check_requested_device(device: str) -> Finding:
         text = f"VGS_DEVICE={device} needs {software}, which is not installed"
         return problem("device", text, f"use the vendor's image, which has it, or {emulated} without a card")
     if device in _CARDS and not device_table.cards(device):
-        text = f"VGS_DEVICE={device}, but no driver shows a {_CARDS[device]} here"
-        return problem("device", text, f"give the container its devices, load the driver, or use {emulated}")
+        text = f"VGS_DEVICE={device}, but no driver reports a {_CARDS[device]} here"
+        return problem("device", text, f"pass the devices to the container, load the driver, or use {emulated}")
     return ok("device", f"{device}, set by VGS_DEVICE")
 
 
@@ -201,13 +201,15 @@ def _check_cores(cards: list[Path], root: Path) -> Iterator[Finding]:
     near = {node: _parse_cores(_read(root / f"sys/devices/system/node/node{node}/cpulist")) for node in nodes}
     listed = ",".join(map(str, nodes))
     if far := [str(node) for node in nodes if near[node] and not near[node] & allowed]:
-        text = f"there are cards on NUMA node {','.join(far)}, of which this process may use no core"
+        text = f"there are cards on NUMA node {','.join(far)}, but this process may use none of its cores"
         yield warning("cores", text, "give the container the cores of its cards, or start a server on each node")
     elif allowed <= set().union(*near.values()):
         yield ok("cores", f"this process runs on the cards' NUMA nodes ({listed})")
     else:
         remedy = f"start the server with numactl --cpunodebind={listed} --membind={listed}"
-        yield note("cores", f"the cards are on NUMA node {listed}, which this process may leave", remedy)
+        yield note(
+            "cores", f"the cards are on NUMA node {listed}, but this process may also run on other nodes", remedy
+        )
 
 
 def _find_node(card: Path, root: Path) -> int | None:

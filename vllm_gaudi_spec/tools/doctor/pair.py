@@ -103,14 +103,14 @@ def _check_vocabularies(vllm_config: VllmConfig, speculation: Speculation) -> It
     text = (
         f"{pair.map.num_matched} tokens in common, {100 * matched.mean():.0f} % of the target's and "
         f"{100 * pair.map.num_matched / len(pair.map.draft_to_target):.0f} % of the drafter's; "
-        f"{100 * share:.0f} % of the tokens of ordinary texts"
+        f"{100 * share:.0f} % of the tokens in ordinary text"
     )
     if share >= _ENOUGH:
         yield ok("vocabulary", text)
         return
     remedy = (
         "set universal_context retokenize and universal_match slem in additional_config.gaudi_spec, "
-        "or take another drafter"
+        "or use another drafter"
     )
     yield (note if speculation.retokenizes else warning)("vocabulary", text, remedy)
 
@@ -125,7 +125,7 @@ def _check_lengths(vllm_config: VllmConfig, speculation: Speculation | None) -> 
         drafter_len = speculation.universal_kv_len
     text = f"requests of up to {longest} tokens"
     if drafter_len is None or drafter_len >= longest:
-        return ok("lengths", text + (", drafted to their end" if drafter_len else ""))
+        return ok("lengths", text + (", with drafts to the end" if drafter_len else ""))
     return note(
         "lengths",
         f"{text}; after {drafter_len} tokens of the drafter, they continue without drafts",
@@ -145,7 +145,9 @@ def _check_memory(vllm_config: VllmConfig, speculation: Speculation | None) -> F
     models = [model] if drafter is None or drafter.model == model.model else [model, drafter]
     sizes = {one.model: estimate_weights(vllm_config, one) for one in models}
     if missing := [name for name, size in sizes.items() if not size]:
-        return note("memory", f"the weights of {' and '.join(missing)} are not here, so their size is unknown")
+        return note(
+            "memory", f"the weights of {' and '.join(missing)} are not on this machine, so their size is unknown"
+        )
     weights = sum(sizes.values())
     others = estimate_drafting(vllm_config, speculation, drafter) | estimate_states(vllm_config, speculation)
     per_token = count_token_bytes(vllm_config, speculation)
@@ -192,7 +194,7 @@ def count_elements(folder: Path, files: str) -> int:
             with safe_open(path, "np") as file:
                 number += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path} is damaged ({error}); copy the model again or name another") from None
+            raise ValueError(f"{path} is damaged ({error}); copy the model again or use another") from None
     return number
 
 

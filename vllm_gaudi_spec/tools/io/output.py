@@ -31,7 +31,7 @@ def add_json(add: Any, what: str) -> None:
         nargs="?",
         const=STDOUT,
         metavar="FILE",
-        help=f"write {what} to FILE; print it, and nothing else, if FILE is - or left out",
+        help=f"write {what} to FILE; if FILE is - or left out, print only that",
     )
 
 
@@ -42,7 +42,7 @@ def find_mistake(option: str, where: str | Path | None) -> str | None:
     path = Path(where).absolute()
     if not path.parent.is_dir():
         swallowed = f", or put {option} last to print" if option == "--json" else ""
-        return f"there is no folder {path.parent} for {option} {where}; make it first{swallowed}"
+        return f"there is no folder {path.parent} for {option} {where}; create it first{swallowed}"
     if path.is_dir():
         return f"{option} {where} is a folder; name a file"
     if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -234,7 +234,7 @@ def find_model_mistake(*models: object) -> str | None:
     """Return a message if a model folder is missing. Other names are assumed to be Hugging Face model IDs."""
     for model in models:
         if isinstance(model, str) and model.startswith(("/", ".", "~")) and not Path(model).is_dir():
-            return f"there is no model folder {model}; give a folder or a Hugging Face id"
+            return f"there is no model folder {model}; pass a folder or a Hugging Face id"
     return None
 
 

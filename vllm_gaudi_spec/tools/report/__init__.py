@@ -25,7 +25,7 @@ Exit status: 0 if the page is written, 2 if a record cannot be read or for inval
 
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
-        "report", help="make a report page (HTML) of recorded runs", description=DESCRIPTION
+        "report", help="create a report page (HTML) from recorded runs", description=DESCRIPTION
     )
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN.json", help="a record that `gaudi-spec demo --json` wrote")
@@ -49,7 +49,7 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         try:
             page.render([run])
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, UndefinedError) as error:
-            return fail("report", f"{run.name} is damaged ({type(error).__name__}: {error}); make it again")
+            return fail("report", f"{run.name} is damaged ({type(error).__name__}: {error}); record the run again")
     page.write(runs, options.output)
     print(f"report: {options.output.absolute()}")
     return FINE

@@ -64,15 +64,15 @@ def read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except OSError as error:
-        raise RecordError(f"{path}: {error.strerror or error}; give a file that --json wrote") from None
+        raise RecordError(f"{path}: {error.strerror or error}; use a file that --json wrote") from None
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"{path} is not JSON ({error}); give a file that --json wrote") from None
+        raise RecordError(f"{path} is not JSON ({error}); use a file that --json wrote") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise RecordError(f"{path} is not the record of a run; give a file that `gaudi-spec demo --json FILE` wrote")
+        raise RecordError(f"{path} is not the record of a run; use a file that `gaudi-spec demo --json FILE` wrote")
     if found.get("version") != VERSION:
         raise RecordError(
             f"{path} is a record of version {found.get('version')}, but this release reads version {VERSION}; "
-            "make the record again with this release"
+            "record the run again with this release"
         )
     return found
 

@@ -66,7 +66,7 @@ def _full_like(like: torch.Tensor, value: Any, *, dtype: Any = None, **kwargs: A
 
 
 def _no_training(module: fx.GraphModule, examples: Any) -> Any:
-    raise DeviceRefusal("a graph with gradients is compiled, and nothing here trains")
+    raise DeviceRefusal("a graph with gradients is compiled, but training is not emulated")
 
 
 def _compile(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
@@ -150,7 +150,7 @@ def _check(node: fx.Node) -> None:
     ):
         raise DeviceRefusal(f"{node.target} is compiled for a symbolic shape, from {where}")
     if target.namespace in ("c10d", "_c10d_functional"):  # C23: optimum-habana, tensorparallel.py
-        raise DeviceRefusal(f"{node.target} in a compiled graph is known to add wrongly, from {where}")
+        raise DeviceRefusal(f"{node.target} in a compiled graph is known to add incorrectly, from {where}")
     if _computes_in_64_bits(node, name):
         DEVICE.counters.event("int64 arithmetic in a compiled graph", str(node.target), where)
     if _leaves(node, name):

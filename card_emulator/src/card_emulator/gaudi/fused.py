@@ -183,7 +183,9 @@ def check_sdpa(
     if valid_seq_len is not None and not is_causal:
         raise DeviceRefusal("hpu::sdpa_fwd takes valid_seq_len with is_causal only")
     if softmax_mode not in _SOFTMAX_MODES or seq_padding_type not in _PADDING_SIDES:
-        raise DeviceRefusal(f"hpu::sdpa_fwd knows no softmax {softmax_mode!r} with padding {seq_padding_type!r}")
+        raise DeviceRefusal(
+            f"hpu::sdpa_fwd does not support softmax {softmax_mode!r} with padding {seq_padding_type!r}"
+        )
     if not is_causal and q.shape[-2] > _MOST_QUERIES:
         raise DeviceRefusal(f"hpu::sdpa_fwd of {q.shape[-2]} queries that is not causal; it takes {_MOST_QUERIES}")
     if mask is not None and mask.nbytes > _LARGEST_MASK:
@@ -215,7 +217,7 @@ def block_softmax(
     if DEVICE.hostile and (attn.dim() != 5 or attn.shape[3] != 1 or attn.dtype != torch.bfloat16):
         raise DeviceRefusal(
             f"hpu::block_softmax with {attn.shape[3] if attn.dim() == 5 else attn.dim()} queries in {attn.dtype}: "
-            "nobody has run more than one query a row, nor another dtype than bfloat16"
+            "only one query per row, in bfloat16, is known to have run"
         )
     scores = attn.float() + block_bias.float()
     top = scores.amax(-1)
@@ -301,8 +303,9 @@ def fp8_gemm_v2(
 ) -> torch.Tensor:
     """Return the matrix product multiplied by its scales. The product is computed in float64, in which these sums are
     exact in any order, so that the result for a row does not depend on the number of rows. For bfloat16, the sum and
-    the scale are both rounded before they are multiplied. The result is bitwise equal to the one in vllm-gaudi's two
-    files for layers with static scales (v0.26.0, test_hpu_compressed_tensors)."""
+    the scale are both rounded before they are multiplied. The result is bitwise equal to those stored in vllm-gaudi's
+    two test files for layers with static scales (v0.26.0, test_hpu_compressed_tensors).
+    """
     check_fp8(A_scale_inv, B_scale_inv)
     left = A.double().transpose(-1, -2) if trans_A else A.double()
     right = B.double().transpose(-1, -2) if trans_B else B.double()
@@ -326,7 +329,7 @@ def check_fp8(*scales: torch.Tensor | None) -> None:
     specify another one (vllm-gaudi, pull request 978)."""
     for scale in scales:
         if DEVICE.hostile and scale is not None and scale.dtype is not torch.float32:
-            raise DeviceRefusal(f"a scale of {scale.dtype} is a mismatch of types; the FP8 kernels take float32")
+            raise DeviceRefusal(f"a scale of {scale.dtype} has the wrong type; the FP8 kernels take float32")
 
 
 def _times(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

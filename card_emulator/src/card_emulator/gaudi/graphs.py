@@ -164,7 +164,9 @@ def _plain_hash(value: Any) -> int:
     try:
         return hash(value)
     except TypeError as error:
-        raise TypeError(f"an HPU graph is found by the hash of its arguments, and {type(value)} has none") from error
+        raise TypeError(
+            f"an HPU graph is looked up by the hash of its arguments, but {type(value)} has none"
+        ) from error
 
 
 def _is_record(value: Any) -> bool:
@@ -289,7 +291,7 @@ def capture_call(
     except BaseException:
         if device.hostile:
             # The bridge's wrapper ends a capture only if the forward pass returns (1.19, graphs.py).
-            device.blocked = f"the capture of {name} was left by an exception, and its stream is still in it"
+            device.blocked = f"the capture of {name} was left by an exception, so its stream is still capturing"
         raise
     finally:
         device.capture = None
@@ -327,8 +329,8 @@ def _check_outputs(outputs: Any) -> None:
             _check_outputs(item)
     elif _is_record(outputs) and not hasattr(outputs, "__dict__") and _tensors(outputs):
         raise DeviceRefusal(
-            f"a captured forward returns a {type(outputs).__name__}, whose tensors the bridge does not find: it has "
-            "slots and no __dict__"
+            f"a captured forward returns a {type(outputs).__name__}, whose tensors the bridge does not find, because "
+            "it has slots instead of a __dict__"
         )
 
 
@@ -367,7 +369,7 @@ class GraphCache:
             return self._forward(*args, **kwargs)
         device = DEVICE
         name = getattr(self._module, "graph_name", None) or type(self._module).__name__
-        device.refuse_in_capture(f"the graph of {name} is entered while another is recorded")
+        device.refuse_in_capture(f"the graph of {name} is called while another graph is being captured")
         inputs = Inputs(args, kwargs)
         graph = self._graphs.get(inputs.key)
         if graph is None:
@@ -377,8 +379,8 @@ class GraphCache:
         if graph.wiring != inputs.wiring:
             raise DeviceRefusal(
                 f"the graph of {name} for {_describe(graph.wiring)} is replayed on other arguments: its key is a hash "
-                "of shapes, views and Python values, in which neither dtypes nor -1 and -2 nor 1 and True differ; "
-                f"{_difference(graph.wiring, inputs.wiring)}"
+                "of shapes, views and Python values, which ignores dtypes and does not distinguish -1 from -2 or 1 "
+                f"from True; {_difference(graph.wiring, inputs.wiring)}"
             )
         if device.hostile and not self._hold_inputs:
             graph.copy_unread(inputs.tensors)

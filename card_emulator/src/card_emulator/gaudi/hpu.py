@@ -34,8 +34,8 @@ class Streams(runtime.Streams):
 
 
 def get_device_properties(device: Any = None) -> NoReturn:
-    """Raise an error. A card's result lacks CUDA's fields, so vllm-gaudi replaces this function (platform.py)."""
-    raise NotImplementedError("torch.hpu.get_device_properties has nothing that is known; ask torch.hpu.mem_get_info")
+    """Raise an error: a real card's result lacks CUDA's fields, so vllm-gaudi replaces this function (platform.py)."""
+    raise NotImplementedError("the result of torch.hpu.get_device_properties is not known; use torch.hpu.mem_get_info")
 
 
 def get_device_name(device: Any = None) -> str:

@@ -64,7 +64,7 @@ def _sort(usual: Kernel) -> Kernel:
 def _where(usual: Kernel) -> Kernel:
     def run(condition: torch.Tensor, *args: Any) -> Any:
         if condition.dtype is not torch.bool:  # O06
-            _refuse(f"aten.where by {condition.dtype}, and only by booleans is there a kernel")
+            _refuse(f"aten.where by {condition.dtype}, which has no kernel: only booleans do")
         return usual(condition, *args)
 
     return run
@@ -101,7 +101,7 @@ def _matmul(usual: Kernel) -> Kernel:
 def _multinomial(usual: Kernel) -> Kernel:
     def run(probs: torch.Tensor, *args: Any, **kw: Any) -> Any:
         if probs.dtype is torch.bfloat16:  # O20: optimum-habana, pull request 1644
-            _refuse("aten.multinomial of bfloat16 probabilities, which samples badly")
+            _refuse("aten.multinomial of bfloat16 probabilities, which samples inaccurately")
         return usual(probs, *args, **kw)
 
     return run

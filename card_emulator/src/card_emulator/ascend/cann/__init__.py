@@ -19,7 +19,7 @@ def install(folder: Path, cache: Path) -> Card:
     """Import torch_npu from `folder` with the emulated CANN below it, and return the card."""
     if "torch_npu" in sys.modules:  # it runs on a real CANN, which can no longer be replaced
         raise SetupError(
-            "torch has opened torch_npu before the emulated CANN was there; set TORCH_DEVICE_BACKEND_AUTOLOAD=0."
+            "torch loaded torch_npu before the emulated CANN was installed; set TORCH_DEVICE_BACKEND_AUTOLOAD=0."
         )
     if not (folder / "torch_npu").is_dir():
         raise SetupError(
@@ -35,7 +35,7 @@ def install(folder: Path, cache: Path) -> Card:
         importlib.import_module("torch_npu")
     except (ImportError, OSError) as error:
         raise SetupError(
-            f"torch_npu in {folder} does not load ({error}): it has to be made for Python {sys.version_info[0]}."
+            f"torch_npu in {folder} does not load ({error}): it must be built for Python {sys.version_info[0]}."
             f"{sys.version_info[1]}, torch {torch.__version__} and {platform.machine()}."
         ) from error
     return Card(loaded[0])

@@ -31,7 +31,7 @@ _FLAGS = ("-std=c++20", "-O0", "-fPIC", "-fvisibility=default", "-w")
 
 
 def build(torch_npu: Path, cache: Path) -> Path:
-    """Return the folder in `cache` with the compiled libraries. `torch_npu` is the folder of that package, which
+    """Return the folder in `cache` with the compiled libraries. `torch_npu` is the folder with Huawei's package, which
     includes CANN's headers."""
     headers = torch_npu / "include"
     if not (headers / "acl" / "acl_rt.h").is_file():
