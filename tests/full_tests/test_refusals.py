@@ -7,15 +7,9 @@ from typing import Any
 
 import pytest
 from transformers import (
-    BertConfig,
     GptOssConfig,
     LlamaConfig,
     Mamba2Config,
-    OlmoHybridConfig,
-    PreTrainedConfig,
-    Qwen2AudioConfig,
-    Qwen2AudioEncoderConfig,
-    Qwen2Config,
 )
 from vllm import SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
@@ -40,19 +34,11 @@ def refusal(model: str, **options: Any) -> str:
     return message
 
 
-def qwen2_audio() -> PreTrainedConfig:
-    audio = Qwen2AudioEncoderConfig(d_model=64, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=64)
-    return Qwen2AudioConfig(audio_config=audio.to_dict(), text_config=Qwen2Config(**common()).to_dict())
-
-
 # Architecture, its configuration, and words of the refusal. No weights: it comes before they are looked for.
 MODELS = [
-    ("OlmoHybridForCausalLM", OlmoHybridConfig, "of a kind that is not supported yet (OlmoHybridForCausalLM)"),
     ("Step1ForCausalLM", lambda: LlamaConfig(**common()), "ALiBi"),
     ("PanguProMoEV2ForCausalLM", lambda: LlamaConfig(**common()), "attention sinks with keys"),
     ("GptOssForCausalLM", lambda: GptOssConfig(**common(num_local_experts=4), swiglu_limit=5.0), "swiglu_limit 5.0"),
-    ("Qwen2AudioForConditionalGeneration", qwen2_audio, "text-only"),
-    ("BertModel", lambda: BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2), "decoder-only"),
 ]
 
 
