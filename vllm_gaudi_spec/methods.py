@@ -83,11 +83,11 @@ _BLOCK = replace(
     about="a block of tokens is drafted in one pass",
 )
 DFLASH, DRAFT_MODEL, EAGLE3, MEDUSA = "dflash", "draft_model", "eagle3", "medusa"
-NGRAM, NGRAM_GPU = "ngram", "ngram_gpu"
+NGRAM, NGRAM_GPU, SUFFIX = "ngram", "ngram_gpu", "suffix"
 METHODS = {
     NGRAM: _NGRAM,
     NGRAM_GPU: replace(_NGRAM, proposer="ngram.DeviceNgramProposer", on_device=True),
-    "suffix": Method(
+    SUFFIX: Method(
         proposer="suffix.SuffixProposer",
         about="drafts the likeliest continuation of words seen before",
         on_device=False,
