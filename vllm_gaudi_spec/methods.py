@@ -83,11 +83,11 @@ _BLOCK = replace(
     about="drafts a block of tokens in one pass",
 )
 DFLASH, DRAFT_MODEL, EAGLE3, MEDUSA = "dflash", "draft_model", "eagle3", "medusa"
-NGRAM, NGRAM_GPU = "ngram", "ngram_gpu"
+NGRAM, NGRAM_GPU, SUFFIX = "ngram", "ngram_gpu", "suffix"
 METHODS = {
     NGRAM: _NGRAM,
     NGRAM_GPU: replace(_NGRAM, proposer="ngram.DeviceNgramProposer", on_device=True),
-    "suffix": Method(
+    SUFFIX: Method(
         proposer="suffix.SuffixProposer",
         about="drafts the most likely continuation of words seen before",
         on_device=False,

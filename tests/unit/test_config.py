@@ -330,8 +330,6 @@ REFUSED: list[Any] = [
     ("extract_hidden_states is not supported yet", dict(speculative=dict(method="extract_hidden_states"))),
     ("found no layers for drafting in .* \\(llama\\)", dict(speculative=dict(method="mtp", num_speculative_tokens=1))),
     ("17 drafts .* set num_speculative_tokens", dict(speculative=NGRAM | dict(num_speculative_tokens=17))),
-    # Upstream takes the tree's depth.
-    ("24 drafts .* set num_speculative_tokens", dict(speculative=SUFFIX | dict(num_speculative_tokens=None))),
     ("max_model_len 513 .*; use less", dict(speculative=NGRAM | dict(max_model_len=TARGET_MAX_LEN + 1))),
     ("^model has no effect with method ngram", dict(speculative=NGRAM | dict(model="some/model"))),
     ("prompt_lookup_min has no effect with", dict(speculative=SUFFIX | dict(prompt_lookup_min=4))),

@@ -63,12 +63,18 @@ def pytest_configure(config: pytest.Config) -> None:
     from vllm.assets.image import ImageAsset
 
     from tests import utils
+    from tests.evals.gsm8k import gsm8k_eval
 
     utils.get_attn_backend_list_based_on_platform = lambda: ["AUTO"]  # it knows GPUs; register() drops the choice
+    gsm8k_eval.load_gsm8k_data = lambda: (_sums(10), _sums(100))
     ImageAsset.pil_image = property(lambda _: Image.new("RGB", (64, 64)))  # modules load pictures when imported
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
+    from tests.v1.e2e.spec_decode import utils as spec_decode_utils
+
+    spec_decode_utils.evaluate_llm_for_gsm8k = _evaluate
+    spec_decode_utils._skip_if_insufficient_gpus_for_tp = lambda tp_size: None  # torch counts no CPU
 
 
 def _file_and_case(nodeid: str) -> tuple[str, str]:
@@ -120,11 +126,6 @@ def _fit(module: Any) -> None:
             given[tokens] = AutoTokenizer.from_pretrained(name)(given[text]).input_ids
     if "num_labels" in given:
         given["num_labels"] = AutoConfig.from_pretrained(name).num_labels
-    if "evaluate_llm_for_gsm8k" in given:
-        from tests.evals.gsm8k import gsm8k_eval
-
-        gsm8k_eval.load_gsm8k_data = lambda: (_sums(10), _sums(100))
-        given["evaluate_llm_for_gsm8k"] = _evaluate
 
 
 def _sums(count: int) -> list[dict[str, str]]:

@@ -9,9 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from vllm_gaudi_spec.config import IS_UNIVERSAL, LM_HEAD_QUANTIZATION, UNIVERSAL_DRAFT, UnsupportedConfigError, shown
+from vllm_gaudi_spec.config import (
+    IS_UNIVERSAL,
+    LM_HEAD_QUANTIZATION,
+    MAX_DRAFTS,
+    UNIVERSAL_DRAFT,
+    UnsupportedConfigError,
+    shown,
+)
 from vllm_gaudi_spec.environment import QUANT_CONFIG, TRUST_DRAFT_CODE
-from vllm_gaudi_spec.methods import DRAFT_MODEL, EAGLE3, MEDUSA, METHODS, NGRAM_GPU, RULES, has_model
+from vllm_gaudi_spec.methods import DRAFT_MODEL, EAGLE3, MEDUSA, METHODS, NGRAM_GPU, RULES, SUFFIX, has_model
 from vllm_gaudi_spec.upstream.patching import do_nothing, patches, raise_unchanged, widen, wrap
 from vllm_gaudi_spec.upstream.release import FROM_0_33
 
@@ -36,6 +43,10 @@ def describe_drafters() -> None:
     Reason: upstream reads them only if the checkpoint is served on its own. In a speculative configuration, upstream
     guesses the method from the folder name and does not read the number of drafts.
     Remove when: upstream reads both for any drafter.
+
+    Let `suffix` draft at most `MAX_DRAFTS` tokens if the user does not set the number.
+    Reason: upstream takes the tree's depth, 24, which this plugin would reject.
+    Remove when: a step can verify 24 drafts.
 
     Describe methods of this plugin that have no model as n-gram drafting, which has no model either.
     Reason: upstream rejects every method that it does not have.
@@ -91,6 +102,8 @@ def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
     is_described = config.method is not None and config.num_speculative_tokens is not None
     if config.model is not None and has_model(config.method) and not is_described:
         _read_speculators_format(config)
+    if config.method == SUFFIX and config.num_speculative_tokens is None:
+        config.num_speculative_tokens = min(config.suffix_decoding_max_tree_depth, MAX_DRAFTS)
     if config.method == UNIVERSAL_DRAFT:
         config.method, config.use_heterogeneous_vocab = DRAFT_MODEL, True
     if not has_model(config.method) and not METHODS[config.method].in_vllm:
