@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
 from vllm_gaudi_spec import upstream
@@ -74,6 +75,23 @@ def test_upstreams_ray_executor_still_counts_cards() -> None:
     assert ray_executor_v2.RayWorkerProc is theirs
     assert issubclass(CpuRayExecutor, ray_executor_v2.RayExecutorV2)
     assert CpuRayExecutor._get_actor_resource_kwargs() == {"num_gpus": 0}
+
+
+def test_queues_between_ranks_listen_at_the_address_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when upstream's queues between ranks get the address that Ray has for a node: then this can go."""
+    import ray
+    from vllm.utils.network_utils import get_ip
+
+    from vllm_gaudi_spec.upstream.ray import use_node_address
+
+    assert "connect_ip = get_ip()" in inspect.getsource(MessageQueue.__init__)
+    monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.7")  # so that it is as it was when the test ends
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.2")
+    use_node_address()
+    assert get_ip() == "10.0.0.7", "the user's choice"
+    monkeypatch.delenv("VLLM_HOST_IP")
+    use_node_address()
+    assert get_ip() == "10.0.0.2"
 
 
 TOKENS, EXPERTS, TOP_K = 5, 8, 3
