@@ -85,6 +85,10 @@ class Worker(WorkerBase):
         self.device = torch.device(self.backend.traits.torch_device.type, card)
         self.current_platform.set_device(self.device)
         name_process_group(self.distributed_init_method)
+        if parallel.use_ray:
+            from vllm_gaudi_spec.upstream.ray import use_node_address
+
+            use_node_address()
         init_distributed_environment(
             parallel.world_size,
             self.rank,

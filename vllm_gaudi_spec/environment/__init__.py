@@ -252,6 +252,11 @@ def name_process_group(init_method: str) -> None:
     os.environ["VLLM_DIST_IDENT"] = f"{group}-{_identify_shared_memory()}"
 
 
+def set_host_address(address: str) -> None:
+    """Set the address at which vLLM listens, unless the user chose one."""
+    os.environ.setdefault("VLLM_HOST_IP", address)
+
+
 def _identify_shared_memory() -> str:
     """Return a name that two processes have in common if and only if they have the same /dev/shm."""
     try:

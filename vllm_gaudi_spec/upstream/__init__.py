@@ -43,7 +43,13 @@ from vllm_gaudi_spec.upstream.messages import (
     share_vllm_logging,
 )
 from vllm_gaudi_spec.upstream.metrics import carry_metrics, list_metrics_of_ours
-from vllm_gaudi_spec.upstream.ranks import pipeline_group, ray_workers, tensor_parallel_group
+from vllm_gaudi_spec.upstream.ranks import (
+    end_reads_from_other_machines,
+    name_dead_ranks,
+    pipeline_group,
+    ray_workers,
+    tensor_parallel_group,
+)
 from vllm_gaudi_spec.upstream.server import (
     answer_bad_media,
     end_engines_with_their_server,
@@ -81,6 +87,8 @@ def apply() -> None:
     end_engines_with_their_server()
     end_engines_with_their_threads()
     raise_when_the_engine_is_gone()
+    end_reads_from_other_machines()
+    name_dead_ranks()
     take_drafts_from_outputs()
     leave_idle_work_at_shutdown()
     guard_every_path()

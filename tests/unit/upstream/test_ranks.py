@@ -1,11 +1,14 @@
 """Patches for ranks and experts still have their reasons: these fail when upstream moves; then review the patch."""
 
 import inspect
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
 from vllm_gaudi_spec import upstream
@@ -74,6 +77,63 @@ def test_upstreams_ray_executor_still_counts_cards() -> None:
     assert ray_executor_v2.RayWorkerProc is theirs
     assert issubclass(CpuRayExecutor, ray_executor_v2.RayExecutorV2)
     assert CpuRayExecutor._get_actor_resource_kwargs() == {"num_gpus": 0}
+
+
+def test_queues_between_ranks_listen_at_the_address_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when upstream's queues between ranks get the address that Ray has for a node: then this can go."""
+    import ray
+    from vllm.utils.network_utils import get_ip
+
+    from vllm_gaudi_spec.upstream.ray import use_node_address
+
+    assert "connect_ip = get_ip()" in inspect.getsource(MessageQueue.__init__)
+    monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.7")  # so that it is as it was when the test ends
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.2")
+    use_node_address()
+    assert get_ip() == "10.0.0.7", "the user's choice"
+    monkeypatch.delenv("VLLM_HOST_IP")
+    use_node_address()
+    assert get_ip() == "10.0.0.2"
+
+
+def test_reads_from_other_machines_end_when_their_queue_is_shut_down() -> None:
+    """Fails when upstream's reads do so by themselves: then the patch can go."""
+    upstream.end_reads_from_other_machines()
+    writer = MessageQueue(1, 0, connect_ip="127.0.0.1")
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    with ThreadPoolExecutor(1) as pool:
+        ready = pool.submit(writer.wait_until_ready)
+        reader.wait_until_ready()
+        ready.result()
+        writer.enqueue("first")
+        assert reader.dequeue(timeout=10) == "first"
+        with pytest.raises(TimeoutError):
+            reader.dequeue(timeout=0.01)
+        late = pool.submit(reader.dequeue, timeout=30)
+        reader.shutdown()
+        with pytest.raises(RuntimeError, match="cancelled"):
+            late.result(timeout=10)
+    with pytest.raises(TimeoutError):  # in vain, as it was shut down
+        inspect.unwrap(MessageQueue.dequeue)(reader, timeout=0.2)
+
+
+def test_failed_engine_waits_for_the_name_of_the_dead_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when upstream's monitor of Ray workers is no thread of this name that ends with a rank: then review it."""
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
+
+    happened: list[str] = []
+    monkeypatch.setattr(EngineCoreProc, "_send_engine_dead", lambda engine: happened.append("clients are told"))
+    upstream.name_dead_ranks()
+    referable = type("Executor", (SimpleNamespace,), {})
+    executor: Any = referable(ray_worker_handles=[SimpleNamespace(run_ref="ref", rank=1)], shutting_down=False)
+    executor.shutdown, executor.failure_callback = lambda: happened.append("a rank died"), None
+    ray = SimpleNamespace(is_initialized=lambda: True, wait=lambda refs, **_: (time.sleep(0.3), (refs, []))[1])
+    monkeypatch.setattr("vllm.v1.executor.ray_executor_v2.ray", ray)
+    RayExecutorV2.start_worker_monitor(executor)
+    EngineCoreProc._send_engine_dead(SimpleNamespace(model_executor=executor))
+    EngineCoreProc._send_engine_dead(SimpleNamespace(model_executor=object()))
+    assert happened == ["a rank died", "clients are told", "clients are told"]
 
 
 TOKENS, EXPERTS, TOP_K = 5, 8, 3
