@@ -856,7 +856,8 @@ def test_async_scheduling_is_on_unless_something_runs_on_the_host(
     assert all(why in line for line in disabled)
 
 
-@pytest.mark.parametrize("asked", [None, True])
+# vLLM 0.33 rejects async scheduling with pipeline stages if it is requested.
+@pytest.mark.parametrize("asked", [None, pytest.param(True, marks=only_0_32)])
 def test_pipeline_stages_are_scheduled_without_async_scheduling(asked: bool | None, tmp_path: Path) -> None:
     made = engine_config(tmp_path, dict(method="ngram_gpu"), async_scheduling=asked, **STAGES)
     assert not made.scheduler_config.async_scheduling
