@@ -31,6 +31,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.full_tests.tiny_models import VOCAB, byte_tokenizer, common
 from tests.support.fakes import CopyingMemory, HostBackend
+from tests.support.releases import hash_options
 from tests.unit.test_config import engine_config, save_block_drafter
 from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.attention.metadata import Inputs
@@ -525,7 +526,7 @@ class SmallEngine:
     # --- what a front end does ---
 
     def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
-        hasher = get_request_block_hasher(BLOCK, sha256)
+        hasher = get_request_block_hasher(BLOCK, sha256, *hash_options(self.scheduler))
         self.scheduler.add_request(Request(name, list(prompt), params, None, block_hasher=hasher))
         self.texts[name] = []
 

