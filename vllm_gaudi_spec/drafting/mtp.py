@@ -103,7 +103,10 @@ def _limit_layers(vllm_config: VllmConfig) -> int:
 
 
 def _share_kv(vllm_config: VllmConfig, target_layers: list[str], assistant: Any) -> None:
-    """Let each layer of a Gemma 4 assistant read KV from the target's last layer of the same kind that stores KV."""
+    """Let each layer of a Gemma 4 assistant read the KV of the target's last layer of the same kind.
+
+    Target layers that store no KV themselves do not count.
+    """
     assert vllm_config.speculative_config is not None
     target_config = vllm_config.model_config.hf_text_config
     num_owners = target_config.num_hidden_layers - getattr(target_config, "num_kv_shared_layers", 0)

@@ -216,7 +216,7 @@ def _check_inside_folder(path: Path) -> None:
 
 
 def _check_whole(path: Path) -> None:
-    """Check a zip archive's checksums and that its pickles, which INC will load, call nothing unexpected."""
+    """Verify a zip archive's checksums, and reject its pickles, which INC will load, if they call unknown functions."""
     try:
         with path.open("rb") as file:
             # zipfile finds an archive from its end, even if other data precedes it, whereas NumPy checks the beginning.

@@ -171,7 +171,10 @@ def refuse_new_weights(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
 
 
 def _find_fixed_weights(vllm_config: VllmConfig, backend: DeviceBackend) -> str | None:
-    """Return the reason why weights cannot be replaced, or None. Steps may use converted copies of the weights."""
+    """Return the reason why weights cannot be replaced, or None.
+
+    One reason is that steps may use converted copies of the weights.
+    """
     spec_config, options = vllm_config.speculative_config, Options.from_vllm(vllm_config)
     models = [vllm_config.model_config, getattr(spec_config, "draft_model_config", None) or vllm_config.model_config]
     reasons = {

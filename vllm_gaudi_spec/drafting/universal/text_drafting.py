@@ -1,9 +1,10 @@
 """Drafting with a model that reads the target's text in its own tokens and at its own positions.
 
 The host stores each row's text as drafter tokens, so drafting runs after the step's device-to-host sync. If a row has
-few unread tokens, the first forward pass in drafting reads them. More tokens, such as those of a prompt, are read
-before drafting, in the shapes of prompt chunks. It does not matter why a row has unread tokens: it may be new or
-resumed, have a cached prefix, or have had no drafts for a while. The proposer runs on the device with static shapes.
+few unread tokens, the first forward pass in drafting reads them. If a row has many, such as a whole prompt, they are
+read before drafting, in the same shapes as prompt chunks. It does not matter why a row has unread tokens: it may be
+new or resumed, have a cached prefix, or have had no drafts for a while. The proposer runs on the device with static
+shapes.
 
 N is the number of tokens that each row reads in a forward pass.
 """

@@ -203,7 +203,8 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
         type=positive,
         default=1,
         metavar="N",
-        help="maximum number of measured runs of each prompt (side by side, no third one starts after one minute)",
+        help="maximum number of measured runs of each prompt (side by side, after the first two, none starts later "
+        "than one minute after the first)",
     )
     add("--run-base", action="store_true", help="run the baseline as well, and compare the texts")
     output.add_json(add, "the record of the run")

@@ -76,7 +76,7 @@ def add_to(commands: Any) -> None:
     add("--dtype", help="as for vllm serve (default: vLLM's)")
     add("--kv-cache-dtype", metavar="DTYPE", help="as for vllm serve (default: vLLM's)")
     add(
-        "--error", metavar="TEXT", help="an error message or log file whose CANN error codes to explain (default: none)"
+        "--error", metavar="TEXT", help="explain the CANN error codes in this error message or log file (default: none)"
     )
     add(
         "--bundle",
