@@ -14,8 +14,10 @@ from vllm_gaudi_spec.environment import OPENMP
 @pytest.mark.parametrize(
     ("before", "method", "patience"), [("", "fork", 300), ("torch.ones(1 << 22).exp_();", "spawn", 2)]
 )
-def test_start_method(before: str, method: str, patience: int) -> None:
+def test_start_method(before: str, method: str, patience: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait for the child is long enough for a busy machine."""
+    # Another test may have preloaded Intel's OpenMP, which survives a fork.
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
     code = f"import torch; torch.set_num_threads(2); {before}"
     code += f"from vllm_gaudi_spec.devices.cpu import fork; fork._PATIENCE_S = {patience}; print(fork.start_method(1))"
     result = run_code(code, check=True)
