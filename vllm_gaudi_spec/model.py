@@ -420,7 +420,9 @@ class LoadedModel:
     def _merge_media(
         self, text_TH: torch.Tensor, rows_T: torch.Tensor
     ) -> tuple[torch.Tensor, IntermediateTensors | None]:
-        """Merge rows of the media store into the text embeddings. Also return what to add after the first layers.
+        """Merge rows of the media store into the text embeddings.
+
+        Also return the embeddings to add after each of the first layers, or None if there are none.
 
         vLLM's classes use a boolean mask instead, which does not work in graphs because the number of selected tokens
         is not static.

@@ -1,4 +1,4 @@
-"""What is not supported is rejected at start-up, in one line that says what to do; unsupported requests one by one."""
+"""Unsupported options are rejected at start-up, in a line that says what to do, and unsupported requests one by one."""
 
 import json
 import shutil

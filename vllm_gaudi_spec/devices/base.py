@@ -279,15 +279,15 @@ class Weights:
 
     def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
         """Return a context for loading a model that will be measured or quantized."""
-        raise NotImplementedError("rejected at start-up")
+        raise NotImplementedError("this device does not support it, so the configuration is rejected at start-up")
 
     def quantize(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measuring | None:
         """Measure or quantize a loaded model before `prepare_model` is called. Returns the measurement, if any."""
-        raise NotImplementedError("rejected at start-up")
+        raise NotImplementedError("this device does not support it, so the configuration is rejected at start-up")
 
     def from_uint4(self, words: Words, dtype: torch.dtype) -> torch.Tensor:
         """Unpack the weight [K, N] from `words`."""
-        raise NotImplementedError("rejected at start-up")
+        raise NotImplementedError("this device does not support it, so the configuration is rejected at start-up")
 
     def missing_kernel(self, vllm_config: VllmConfig, model: ModelConfig) -> str | None:
         """Return the reason why the device cannot run a model's quantized weights, or None if it can.

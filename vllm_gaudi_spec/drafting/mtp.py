@@ -226,8 +226,8 @@ class ChainedKVSync(HeadKVSync):
         self._unread_RH = [torch.zeros_like(self._carried_RH) for _ in layers[1:]]
         """For each layer except the first, each row's state at the first position that the layer has not read."""
         self._starts = DeviceRows(self._requests.backend, self._requests.pad_row, np.zeros(2, dtype=np.int32))
-        """For each row, the first position computed since admission (no earlier states are known), and the number of
-        tokens at admission."""
+        """Two numbers per row: the first position computed since admission, before which no states are known, and the
+        number of tokens at admission."""
 
     # --- host ---
 

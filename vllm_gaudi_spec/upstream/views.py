@@ -233,9 +233,9 @@ def convolve_blocks_of_dflash2(
     group_size: int,
     taps: int,
 ) -> torch.Tensor:
-    """Make DFlash2 compute a token's position in its block from the shape of the tensor.
+    """Make DFlash2's convolution separate blocks by reshaping, without computing each token's position in its block.
 
-    Reason: vLLM computes the position from int64 row numbers, with a remainder unless the block size is a power of two.
+    Reason: vLLM computes the positions from int64 rows, with a remainder unless the block size is a power of two.
     Remove when: `_grouped_conv` no longer computes a remainder.
     """
     import torch

@@ -1,4 +1,4 @@
-"""Drafting with a model that reads the target's text in its own tokens and at its own positions.
+"""Drafting with a model that reads the target's text as drafter tokens, at positions independent of the target's.
 
 The host stores each row's text as drafter tokens, so drafting runs after the step's device-to-host sync. If a row has
 few unread tokens, the first forward pass in drafting reads them. If a row has many, such as a whole prompt, they are

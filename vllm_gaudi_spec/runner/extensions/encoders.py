@@ -184,7 +184,7 @@ class PlacedPatches(Patches):
     """The Qwen3-VL encoder, which also adds position embeddings interpolated from a table.
 
     The host computes which table rows each patch needs, and the graph gathers these rows. Each output row also contains
-    the values that are added to hidden states after the first layers of the model.
+    the values that are added to hidden states after each of the first layers of the model.
     """
 
     def __init__(self, model: Any, width: int) -> None:

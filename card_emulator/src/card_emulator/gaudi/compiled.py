@@ -166,8 +166,8 @@ def _check(node: fx.Node) -> None:
 
 def _leaves(node: fx.Node, name: str) -> bool:
     """Whether an operation runs outside the compiled graph. C16: shared_layer.py, check_for_default_fallback and
-    index_put_support_check. Views as another dtype are described in schema_matching.cpp (1.19) and in the bridge's test
-    in compile_eager_fallback_list.json."""
+    index_put_support_check. For views as another dtype, see schema_matching.cpp and the bridge's test file
+    compile_eager_fallback_list.json (both 1.19)."""
     if name in _LEAVE or node.target is aten.view.dtype:
         return True
     if name == "permute" and node.meta["val"].dtype is torch.int64:
