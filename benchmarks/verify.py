@@ -133,7 +133,8 @@ class Steps:
         runner = self._runner
         members = [runner.requests.by_id[name] for name in names]
         ends = [request.num_computed + queries for request in members]
-        shape = Shape(DECODE, len(members), queries, runner.shapes.decode_context(ends))
+        context = runner.shapes.decode(queries, ends).context
+        shape = Shape(DECODE, len(members), queries, context)
         planned = Planned(
             shape=shape,
             requests=members,

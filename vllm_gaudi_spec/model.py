@@ -16,6 +16,7 @@ from vllm_gaudi_spec import upstream
 from vllm_gaudi_spec.attention import latent
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl, attend_layer
 from vllm_gaudi_spec.attention.metadata import NO_MEDIA, Packed
+from vllm_gaudi_spec.attention.operations import PLAIN
 from vllm_gaudi_spec.config import UnsupportedConfigError, format_size, ranks_in_step
 from vllm_gaudi_spec.quantization.models import quantize_kv
 from vllm_gaudi_spec.records import Hidden
@@ -266,6 +267,11 @@ class LoadedModel:
     def reads_slices(self) -> bool:
         """Whether prompt chunks may be split into slices (`vllm_gaudi_spec.slices`). Valid once KV caches are bound."""
         return not self._recurrent and all(layer.impl.reads_slices for layer in self._layers.values())
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether layers can read KV without gathering it first. Valid once KV caches are bound."""
+        return all(layer.impl.spec.operations is PLAIN for layer in self._layers.values())
 
     def bind_kv(self, caches: dict[str, Any], groups: list[list[str]]) -> None:
         """Bind each layer to its own KV cache, or to the cache of the layer whose KV it reads.

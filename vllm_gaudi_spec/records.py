@@ -91,6 +91,8 @@ class Shape(NamedTuple):
     rows: int
     queries: int
     context: int
+    in_place: bool = False
+    """Whether a decode reads the first `context` blocks of the KV cache in place instead of gathering listed blocks."""
 
     @property
     def tokens(self) -> int:
@@ -189,8 +191,8 @@ class DraftBatch(NamedTuple):
 
     inputs: StepInputs
     """The rows and their KV blocks, which have room for the drafts."""
-    context: int
-    """Context size, in the same unit as `Shape.context` for a decode."""
+    shape: Shape
+    """The shape of a decode of these rows with one query each."""
 
 
 # --- drafts ---

@@ -124,6 +124,8 @@ class Texts:
     """What the first row's tokens are, and all padding, in place of numbers. What comes out of them is not compared."""
     compared_each = 1
     """Of a row's queries each n-th is compared."""
+    in_place = False
+    """Whether decodes read blocks in place, on devices with a flat block list."""
     was_poisoned = False
     """Then what comes out of padding, which may read old keys, may be no number."""
 
@@ -201,7 +203,12 @@ class Texts:
                     entries.append((int(self.table_BW[row, block]), index, block))
         listed: tuple[torch.Tensor, ...] = ()
         if decode and backend.traits.flat_decode:
-            entries += [(0, rows, 0)] * (table.numel() - len(entries))
+            if self.in_place:
+                owners = {block: (row, index) for block, row, index in entries}
+                end = int(self.table_BW.max()) + 1
+                entries = [owners.get(block, (rows, 0)) for block in range(end)]
+            else:
+                entries += [(0, rows, 0)] * (table.numel() - len(entries))
             listed = (backend.memory.upload(torch.tensor(entries, dtype=torch.int32).T.contiguous()),)
         # The host knows of a decode what it may come to have at most.
         ends = [start + (queries if decode else count) for start, count in zip(starts, real, strict=True)]

@@ -123,6 +123,9 @@ def test_contexts_at_the_ends_of_blocks(backend: DeviceBackend, kind: Kind, quer
     found = texts(backend, kind, rows=len(ends), length=max(ends) + queries)
     write_all(found, ends)
     found.step(ends, [queries] * len(ends), queries, decode=True, pad_rows=1)
+    if backend.traits.flat_decode:
+        found.in_place = True
+        found.step(ends, [queries] * len(ends), queries, decode=True, pad_rows=1)
 
 
 def write_all(found: Texts, lengths: list[int]) -> None:

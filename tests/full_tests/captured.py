@@ -103,6 +103,5 @@ def kind_of(signature: tuple[Any, ...]) -> str:
     if isinstance(signature[0], int):
         return "sample"
     if signature[0] == "draft":
-        # The other elements are rows, width, context and branch for text drafts, else rows, context, branch and drafts.
-        return "follow" if signature[1] == "prefill" else "draft text" if isinstance(signature[3], int) else "draft"
+        return {"prefill": "follow", "decode": "draft"}.get(signature[1], "draft text")
     return str(signature[0])

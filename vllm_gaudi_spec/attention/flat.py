@@ -5,6 +5,9 @@ more blocks (`choose_group`), and S is then the number of keys per entry. Only q
 attend to that entry. The softmax uses each row's maximum score, and results are summed over the row's entries. To bound
 memory use, a long list is read in slices, and each row's maximum and sums are carried from one slice to the next.
 
+Gathering blocks reads and writes their KV before the matmuls read it again. If no block has two owners, the list covers
+the first blocks of the cache instead, and matmuls read them in place.
+
 Intel's PyTorch bridge has the operator `block_softmax`, but vllm-gaudi disables it on every card. This project has not
 run the operator with several queries per row or with float32 scores.
 """
@@ -120,7 +123,9 @@ def choose_group(num_blocks: int, num_rows: int, most_left_over: int = 1) -> int
 
 
 def _fetch(stored_NSKD: torch.Tensor, cache: VLLMKVCache, flat: FlatBlocks, entries: range) -> torch.Tensor:
-    """Gather entries and return them as a view [N, K, S, D]."""
+    """Return entries as a view [N, K, S, D]."""
+    if flat.ids is None:
+        return _cut(stored_NSKD, entries).transpose(1, 2)
     size = flat.group_size
     blocks = cache.fetch_from_cache(stored_NSKD, _cut(flat.ids, range(entries.start * size, entries.stop * size)))
     return blocks.unflatten(0, (len(entries), size)).flatten(1, 2).transpose(1, 2)

@@ -85,11 +85,13 @@ class FlatBlocks:
     """The KV blocks of all rows in one list, so that work scales with their total number, not with the longest row.
 
     List entries are groups of neighboring blocks, in any order. Blocks that are not visible to any query in their row
-    may be omitted.
+    may be omitted. If no block has two owners, the list may instead describe the first blocks of the KV cache in order,
+    with one block per entry, so that kernels read these blocks in place. Blocks without an owner are then padding.
     """
 
-    ids: torch.Tensor
-    """int32 block IDs, entry by entry. Padding uses block 0, including the padding within an incomplete entry."""
+    ids: torch.Tensor | None
+    """int32 block IDs, entry by entry. Padding uses block 0, including the padding within an incomplete entry. None if
+    entry n is block n."""
     rows_N: torch.Tensor
     """int32: the batch row that owns the entry. Padding has index B, which is not a valid row."""
     index_N: torch.Tensor
@@ -98,12 +100,12 @@ class FlatBlocks:
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> FlatBlocks:
         """Create an instance from an element of `Blocks.flat`."""
-        return cls(packed[:-2].flatten(), packed[-2], packed[-1])
+        return cls(packed[:-2].flatten() if len(packed) > 2 else None, packed[-2], packed[-1])
 
     @property
     def group_size(self) -> int:
         """Number of blocks per entry."""
-        return len(self.ids) // len(self.rows_N)
+        return 1 if self.ids is None else len(self.ids) // len(self.rows_N)
 
 
 class Packed(NamedTuple):
@@ -367,7 +369,8 @@ class Blocks(NamedTuple):
     sizes: tuple[int, ...]
     """Number of tokens per block."""
     flat: tuple[torch.Tensor, ...] = ()
-    """int32 [group size + 2, N]: the stacked fields of `FlatBlocks`, for devices that decode over a flat block list."""
+    """int32 [group size + 2, N], or [2, N] without block IDs: the stacked fields of `FlatBlocks`, for devices that
+    decode over a flat block list."""
     lengths_B: torch.Tensor | None = None
     """int32 in host memory, for devices that need it: an upper bound on each row's KV length when the graph ends."""
     counts_B: torch.Tensor | None = None

@@ -130,7 +130,7 @@ class HeadKVSync(DrafterKVSync):
             self._read_sampled(batch, sampled.num_queries)
 
     def _read_sampled(self, batch: DraftBatch, num_queries: int) -> None:
-        self._recorder.saw(self._signature(batch.inputs.num_rows, num_queries, batch.context))
+        self._recorder.saw(self._signature(batch.shape, num_queries))
         self._run_newest(num_queries, batch.inputs)
 
     # --- device ---
@@ -183,19 +183,19 @@ class HeadKVSync(DrafterKVSync):
     def _chunk_signature(self, shape: Shape) -> Hashable:
         return ("head chunk", *shape)
 
-    def _signature(self, num_rows: int, num_queries: int, context: int) -> Hashable:
-        return ("head", num_rows, num_queries, context)
+    def _signature(self, shape: Shape, num_queries: int) -> Hashable:
+        return ("head", *shape._replace(queries=num_queries))
 
     def jobs(self) -> Iterator[Job]:
         for shape in reversed(self._shapes.prefills()):  # largest first, because its memory is enough for all
             run = partial(self._read_padding, shape)
             yield Job(DRAFTERS_READS, run, (self._chunk_signature(shape),), shape.tokens)
-        for (num_rows, context), num_queries in product(self._shapes.decode_sizes(), self._shapes.decode_queries):
-            sizes = num_rows, num_queries, context
-            yield Job(DRAFTERS_READS, partial(self._read_no_samples, *sizes), (self._signature(*sizes),), num_rows)
+        for shape, num_queries in product(self._shapes.plain_decodes(), self._shapes.decode_queries):
+            run = partial(self._read_no_samples, shape, num_queries)
+            yield Job(DRAFTERS_READS, run, (self._signature(shape, num_queries),), shape.rows)
 
     def _read_padding(self, shape: Shape) -> None:
         self._read(self._requests.make_batch(Planned.make_padding(shape)))
 
-    def _read_no_samples(self, num_rows: int, num_queries: int, context: int) -> None:
-        self._read_sampled(self._requests.make_draft_batch([], [], num_rows=num_rows, context=context), num_queries)
+    def _read_no_samples(self, shape: Shape, num_queries: int) -> None:
+        self._read_sampled(self._requests.make_draft_batch([], [], shape), num_queries)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.drafting.base import DeviceProposer, DrafterKVSync, DraftingContext
     from vllm_gaudi_spec.drafting.guard import Guard
-    from vllm_gaudi_spec.records import Batch, DraftRound, Request, StepResult
+    from vllm_gaudi_spec.records import Batch, DraftRound, Request, Shape, StepResult
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.step_inputs import StepInputs
 
@@ -167,21 +167,16 @@ class DeviceDrafting(Drafting):
     def _make_round_batch(self, sampled: SampledRows, max_drafts: int) -> DraftBatch:
         """Return the rows to draft for. They come from the step's decode if possible."""
         if sampled.decode is not None:
-            return DraftBatch(sampled.decode.inputs, sampled.decode.shape.context)
+            return DraftBatch(sampled.decode.inputs, sampled.decode.shape._replace(queries=1))
         ends = [end + self.lookahead for end in sampled.ends]
-        return self._requests.make_draft_batch(
-            sampled.requests,
-            ends,
-            max_drafts,
-            num_rows=self._shapes.fit_rows(len(sampled.requests)),
-            context=self._shapes.decode_context(ends),
-        )
+        shape = self._shapes.decode(1, ends, last_block=self._requests.find_last_block(sampled.requests))
+        return self._requests.make_draft_batch(sampled.requests, ends, shape, max_drafts)
 
     def _fit_width(self, num_drafts: int) -> int:
         return min(width for width in self._widths if width >= num_drafts)
 
     def _draft(self, batch: DraftBatch, branch: Branch, num_drafts: int) -> None:
-        self._recorder.saw(self._signature(batch.inputs.num_rows, batch.context, branch, num_drafts))
+        self._recorder.saw(self._signature(batch.shape, branch, num_drafts))
         self._draft_rows(batch.inputs, branch, num_drafts)
 
     # --- device ---
@@ -221,35 +216,33 @@ class DeviceDrafting(Drafting):
 
     # --- warm-up ---
 
-    def _signature(self, num_rows: int, context: int, branch: Branch, num_drafts: int) -> Hashable:
-        return ("draft", num_rows, context, branch, num_drafts)
+    def _signature(self, shape: Shape, branch: Branch, num_drafts: int) -> Hashable:
+        return ("draft", *shape, branch, num_drafts)
 
     def jobs(self) -> Iterator[Job]:
         """Yield warm-up runs for the drafter's reads, and for drafting by rows, context, and sampling branch."""
         yield Job("states", self._row_limits.table.warm_up)
         yield from self._kv_sync.jobs()
         branches = sorted(self._choice.list_branches())
-        sizes = self._shapes.decode_sizes() if self._kv_sync.has_kv else []
-        for (num_rows, context), branch, num_drafts in product(reversed(sizes), branches, reversed(self._widths)):
-            run = partial(self._draft_padding, num_rows, context, branch, num_drafts)
-            signature = self._signature(num_rows, context, branch, num_drafts)
-            yield Job(DRAFTS, run, (signature,), num_rows, branch == Branch())
+        shapes = self._shapes.plain_decodes() if self._kv_sync.has_kv else []
+        for shape, branch, num_drafts in product(reversed(shapes), branches, reversed(self._widths)):
+            run = partial(self._draft_padding, shape, branch, num_drafts)
+            signature = self._signature(shape, branch, num_drafts)
+            yield Job(DRAFTS, run, (signature,), shape.rows, branch == Branch())
 
     def propose_for_padding(self, num_rows: int, num_drafts: int) -> None:
         # Without KV, the sampling pass generates the drafts.
         if not self._kv_sync.has_kv or not (num_drafts or self._kv_sync.reads_every_step):
             return
-        context = self._shapes.decode(1, [], num_rows).context
-        batch = self._requests.make_draft_batch([], [], num_rows=num_rows, context=context)
+        batch = self._requests.make_draft_batch([], [], self._shapes.decode(1, [], num_rows))
         if self._kv_sync.reads_every_step:
             sampled = SampledRows(requests=[], ends=[0], num_queries=1 + num_drafts, decode=None)
             self._kv_sync.before_round(sampled, np.zeros(0, dtype=np.int32), batch)
         if num_drafts:
             self._draft(batch, Branch(), self._fit_width(num_drafts))
 
-    def _draft_padding(self, num_rows: int, context: int, branch: Branch, num_drafts: int) -> None:
-        batch = self._requests.make_draft_batch([], [], num_rows=num_rows, context=context)
-        self._draft(batch, branch, num_drafts)
+    def _draft_padding(self, shape: Shape, branch: Branch, num_drafts: int) -> None:
+        self._draft(self._requests.make_draft_batch([], [], shape), branch, num_drafts)
 
 
 def _get_rows(requests: list[Request]) -> np.ndarray:

@@ -153,6 +153,7 @@ class RunnerParts:
         drafter = None if self.speculation and self.speculation.retokenizes else self.drafter
         if drafter is not None:
             drafter.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
+        bound = [model for model in (self.target, drafter) if model is not None]
         self.shapes = Shapes.from_config(
             self.vllm_config,
             self.options,
@@ -160,7 +161,8 @@ class RunnerParts:
             self.widths,
             block_size=min(self.kv_cache.block_sizes, default=None),
             num_blocks=profiled_blocks or self.kv_cache.num_blocks,
-            slices_chunks=all(model.reads_slices for model in (self.target, drafter) if model is not None),
+            slices_chunks=all(model.reads_slices for model in bound),
+            in_place=profiled_blocks is None and self._reads_in_place(bound),
         )
         self.requests = Requests(
             self.backend,
@@ -180,6 +182,20 @@ class RunnerParts:
             get_output_format(self.target.model, self.model_config),
             self.target.carried_size,
             device,
+        )
+
+    def _reads_in_place(self, models: list[LoadedModel]) -> bool:
+        """Whether decodes may read KV blocks in place.
+
+        Without a prefix cache, a block belongs to one request at most, and the scheduler assigns the first free block.
+        KV cache groups share the blocks, so that each group would read those of the others.
+        """
+        return (
+            self.backend.traits.flat_decode
+            and not self.vllm_config.cache_config.enable_prefix_caching
+            and len(self.kv_cache.block_sizes) == 1
+            and ranks_in_step(self.vllm_config) == 1
+            and all(model.reads_in_place for model in models)
         )
 
     def _make_extensions(self) -> None:

@@ -111,11 +111,11 @@ def plan_batches(
         else:
             # A newly admitted request may have draft placeholders, which are padding.
             others.append((request, min(num_tokens, len(request.all_token_ids) - request.num_computed)))
-    batches = [_decode_batch(running, shapes, num_drafts, lookahead)] if running else []
+    batches = [_decode_batch(running, requests, shapes, num_drafts, lookahead)] if running else []
     for is_last_token, group in groupby(others, key=lambda chunk: _is_last_token(chunk[0])):
         chunks = list(group)
         if is_last_token:
-            batches.append(_decode_batch([request for request, _ in chunks], shapes, {}, lookahead))
+            batches.append(_decode_batch([request for request, _ in chunks], requests, shapes, {}, lookahead))
         else:
             remaining = iter(chunks)
             for num_rows in shapes.split_chunks([count for _, count in chunks]):
@@ -147,13 +147,15 @@ def _prefill_batch(group: list[tuple[Request, int]], shapes: Shapes) -> Planned:
     )
 
 
-def _decode_batch(members: list[Request], shapes: Shapes, num_drafts: dict[str, int], lookahead: int) -> Planned:
+def _decode_batch(
+    members: list[Request], requests: Requests, shapes: Shapes, num_drafts: dict[str, int], lookahead: int
+) -> Planned:
     counts = [1 + num_drafts.get(request.req_id, 0) for request in members]
     num_queries = fit(shapes.decode_queries, max(counts))
     lengths = {count: max(num_queries, count + lookahead) for count in set(counts)}
     starts = [request.num_computed for request in members]
     ends = [start + lengths[count] for start, count in zip(starts, counts, strict=True)]
-    shape = shapes.decode(num_queries, ends)
+    shape = shapes.decode(num_queries, ends, last_block=requests.find_last_block(members))
     return Planned(
         shape=shape, requests=members, starts=starts, counts=counts, ends=ends, finishes=[True] * len(members)
     )

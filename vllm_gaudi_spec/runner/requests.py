@@ -26,7 +26,7 @@ from vllm_gaudi_spec.step_inputs import HostBlocks, StepInputs, make_host_counts
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.outputs import SpecSchedulerOutput
-    from vllm_gaudi_spec.records import Planned, Verification
+    from vllm_gaudi_spec.records import Planned, Shape, Verification
     from vllm_gaudi_spec.upstream.scheduler import CachedRequestData, NewRequestData
 
 
@@ -73,6 +73,8 @@ class Requests:
         sizes = block_sizes if keeps_kv else []
         self.tables_np = [np.zeros((max_rows + 1, -(-max_context // size)), dtype=np.int32) for size in sizes]
         self.num_blocks = [np.zeros(max_rows + 1, dtype=np.int64) for _ in sizes]
+        self._last_block_R = np.zeros(max_rows + 1, dtype=np.int64)
+        """The highest ID among the KV blocks of each row."""
         # The history is flat, because captured steps can change a tensor only as a whole, not through a view.
         self.max_len = max_len
         if (max_rows + 1) * max_len >= 2**31:  # token addresses have 32 bits
@@ -167,6 +169,7 @@ class Requests:
         for table, counts in zip(self.tables_np, self.num_blocks, strict=True):
             table[row] = 0
             counts[row] = 0
+            self._last_block_R[row] = 0
         self.admitted.append(request)
 
     def _write_admitted(self) -> None:
@@ -208,6 +211,11 @@ class Requests:
             begin = counts[row]
             table[row, begin : begin + len(ids)] = ids
             counts[row] += len(ids)
+            self._last_block_R[row] = max(self._last_block_R[row], *ids, 0)
+
+    def find_last_block(self, members: Sequence[Request]) -> int:
+        """Return the highest ID among the KV blocks of these requests."""
+        return int(max((self._last_block_R[request.row] for request in members), default=0))
 
     def blocks(
         self, rows_np: np.ndarray, ends: Sequence[int], context: int, counts: Sequence[int] | None = None
@@ -230,9 +238,9 @@ class Requests:
             counts_B = None if counts is None else make_host_counts(len(rows_np), counts)
         return HostBlocks(tables, tuple(self.block_sizes), lengths_B=lengths_B, counts_B=counts_B)
 
-    def decode_blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> HostBlocks:
-        """Return the blocks for a decode whose first rows have `ends` tokens. `Shapes` defines `context` for
-        decodes."""
+    def decode_blocks(self, rows_np: np.ndarray, ends: Sequence[int], shape: Shape) -> HostBlocks:
+        """Return the blocks for a decode whose first rows have `ends` tokens."""
+        context = shape.context
         if not self.backend.traits.flat_decode:
             return self.blocks(rows_np, ends, context)
         tables, flat = [], []
@@ -249,6 +257,9 @@ class Requests:
                 length = min(context, len(rows_np) * (1 + -(-(window + self._in_flight) // size)))
                 incomplete = 2  # an entry may begin before the window
             tables.append(table_np)
+            if shape.in_place:
+                flat.append(_list_owners(table_np, begin_np, end_np, context))
+                continue
             group = choose_group(length, len(rows_np), incomplete)
             num_entries = (length + len(rows_np) * incomplete * (group - 1)) // group
             flat.append(_list_blocks(table_np, begin_np, end_np, num_entries, group))
@@ -277,7 +288,7 @@ class Requests:
         header_np[2, : len(members)] = counts
         header_np[3, : len(members)] = max_drafts
         if shape.phase == DECODE:
-            blocks = self.decode_blocks(rows_np, planned.ends, shape.context)
+            blocks = self.decode_blocks(rows_np, planned.ends, shape)
         else:
             blocks = self.blocks(rows_np, planned.ends, shape.context, counts)
         more_np = None
@@ -295,17 +306,17 @@ class Requests:
         )
 
     def make_draft_batch(
-        self, members: list[Request], ends: list[int], max_drafts: int = 0, *, num_rows: int, context: int
+        self, members: list[Request], ends: list[int], shape: Shape, max_drafts: int = 0
     ) -> DraftBatch:
         """Copy rows to the device for a drafter, with blocks that have room for `ends` tokens.
 
         `max_drafts` is the maximum number of drafts per row.
         """
-        header_np = np.zeros((4, num_rows), dtype=np.int32)
-        header_np[0] = rows_np = self.pad_rows(members, num_rows)
+        header_np = np.zeros((4, shape.rows), dtype=np.int32)
+        header_np[0] = rows_np = self.pad_rows(members, shape.rows)
         header_np[3, : len(members)] = max_drafts
-        blocks = self.decode_blocks(rows_np, ends, context)
-        return DraftBatch(StepInputs.pack(header_np, blocks, self.backend.memory.upload), context)
+        blocks = self.decode_blocks(rows_np, ends, shape)
+        return DraftBatch(StepInputs.pack(header_np, blocks, self.backend.memory.upload), shape)
 
     # --- state on the device ---
 
@@ -403,16 +414,31 @@ def _list_blocks(
     Padding entries belong to no row. For a resumed request, vLLM replaces blocks before the sliding window with block
     0. Such blocks are omitted.
     """
-    rows = len(table_np)
-    table_np = table_np[:, : max(int(end_np.max(initial=0)), 1)]
-    width = table_np.shape[1]
-    index_np = np.arange(width)
-    used = (index_np >= begin_np[:, None]) & (index_np < end_np[:, None])
+    used_np = _select_used(table_np, begin_np, end_np)
+    rows, width = used_np.shape
     blocks = np.zeros((rows, -(-width // group), group), dtype=np.int32)
-    blocks.reshape(rows, -1)[:, :width] = np.where(used, table_np, 0)
+    blocks.reshape(rows, -1)[:, :width] = used_np
     row, index = np.nonzero(np.bitwise_or.reduce(np.moveaxis(blocks, -1, 0)))
     listed = np.zeros((group + 2, num_entries), dtype=np.int32)
     listed[-2] = rows
     listed[:-2].reshape(num_entries, group)[: len(row)] = blocks[row, index]
     listed[-2:, : len(row)] = row, index * group
     return listed
+
+
+def _list_owners(table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray, num_blocks: int) -> np.ndarray:
+    """Return the owners of the first `num_blocks` blocks in the KV cache, in the `Blocks.flat` format for blocks that
+    are read in place."""
+    used_np = _select_used(table_np, begin_np, end_np)
+    row, index = np.nonzero(used_np)
+    owners_np = np.zeros((2, num_blocks), dtype=np.int32)
+    owners_np[0] = len(table_np)
+    owners_np[:, used_np[row, index]] = row, index
+    return owners_np
+
+
+def _select_used(table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray) -> np.ndarray:
+    """Return the first columns of block tables, with 0 for blocks that are not between `begin_np` and `end_np`."""
+    table_np = table_np[:, : max(int(end_np.max(initial=0)), 1)]
+    index_np = np.arange(table_np.shape[1])
+    return np.where((index_np >= begin_np[:, None]) & (index_np < end_np[:, None]), table_np, 0)

@@ -80,6 +80,8 @@ class Shapes:
     """Length of the rows into which prompt chunks are split (see `slices`), or 0 if each chunk has a single row."""
     slice_rows: tuple[int, ...] = ()
     """Numbers of such rows that may share a forward pass."""
+    ranges: tuple[int, ...] = ()
+    """Numbers of blocks at the start of the KV cache that a decode may read in place (`Shape.in_place`)."""
 
     @classmethod
     def from_config(
@@ -92,6 +94,7 @@ class Shapes:
         block_size: int | None = None,
         num_blocks: int | None = None,
         slices_chunks: bool | None = None,
+        in_place: bool = False,
     ) -> Shapes:
         """Create the lists of shapes from the options.
 
@@ -100,6 +103,7 @@ class Shapes:
             block_size: Size of the smallest KV blocks, if it is known.
             num_blocks: Number of the smallest KV blocks, if it is known.
             slices_chunks: Whether the model and its drafter support slices. None if sizes should cover both cases.
+            in_place: Whether decodes may read KV blocks in place, because no block has two owners.
         """
         num_drafts = max(widths, default=0)
         scheduler, max_len = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
@@ -133,6 +137,15 @@ class Shapes:
             lengths = divided_powers(slice_tokens, most_tokens, traits.prefill_step, 8)
             slice_rows = tuple(length // slice_tokens for length in lengths)
         widest_chunk = slice_tokens if slice_rows and slices_chunks else longest_chunk
+        entries: tuple[int, ...] = ()
+        ranges: tuple[int, ...] = ()
+        if traits.flat_decode:
+            max_entries = most_rows * -(-max_len // size)
+            entries = _entries(options.block_buckets, max_entries, num_blocks, exclusive=in_place)
+            if in_place:
+                assert num_blocks is not None
+                listed = options.block_buckets or geometric(1, num_blocks, 2.0)
+                ranges = tuple(sorted({min(length, num_blocks) for length in listed}))
         return cls(
             decode_rows=decode,
             sample_rows=options.batch_buckets or (powers_of_two if backend.traits.captures else decode),
@@ -140,9 +153,7 @@ class Shapes:
             prefill_rows=(1,) if slice_rows else _choose_prefill_rows(vllm_config, options, backend),
             prefill_queries=prefill,
             contexts=_contexts(max_len, max(widest_chunk, 1 + num_drafts), backend),
-            entries=_entries(options.block_buckets, most_rows * -(-max_len // size), num_blocks)
-            if backend.traits.flat_decode
-            else (),
+            entries=entries,
             max_len=max_len,
             block_size=size,
             most_rows=most_rows,
@@ -152,6 +163,7 @@ class Shapes:
             computes_padding=backend.traits.captures,
             slice_tokens=slice_tokens if slice_rows else 0,
             slice_rows=slice_rows,
+            ranges=ranges,
         )
 
     def change_length(self, max_len: int, backend: DeviceBackend) -> Shapes:
@@ -162,6 +174,7 @@ class Shapes:
             self,
             contexts=_contexts(max_len, widest, backend),
             entries=(),
+            ranges=(),
             max_len=max_len,
             prefill_rows=backend.traits.prefill_rows if self.slice_tokens else self.prefill_rows,
             slice_tokens=0,
@@ -191,8 +204,8 @@ class Shapes:
     def fit_context(self, num_tokens: int) -> int:
         return fit(self.contexts, num_tokens)
 
-    def decode_context(self, ends: Sequence[int]) -> int:
-        """Return the context of a decode whose rows have `ends` KV tokens, including those of this step."""
+    def _decode_context(self, ends: Sequence[int]) -> int:
+        """Return the context of a decode that does not read KV in place."""
         if not self.entries:
             return fit(self.contexts, min(max(ends, default=0), self.max_context))
         num_entries = sum(-(-min(end, self.max_len) // self.block_size) for end in ends)
@@ -201,13 +214,25 @@ class Shapes:
             largest *= 2
         return fit_or_largest(self.entries, num_entries, largest, "block_buckets")
 
-    def decode(self, num_queries: int, ends: Sequence[int], num_rows: int = 0) -> Shape:
-        """Return the shape of a decode. `num_rows` may exceed the length of `ends`."""
-        rows, context = self.fit_rows(max(len(ends), num_rows)), self.decode_context(ends)
+    def decode(self, num_queries: int, ends: Sequence[int], num_rows: int = 0, *, last_block: int = 0) -> Shape:
+        """Return the shape of a decode whose rows have `ends` KV tokens, including those of this step.
+
+        Args:
+            num_queries: Number of queries per row.
+            ends: Number of KV tokens in each row.
+            num_rows: Minimum number of rows, which may exceed the length of `ends`.
+            last_block: The highest ID among the rows' KV blocks.
+        """
+        rows, context = self.fit_rows(max(len(ends), num_rows)), self._decode_context(ends)
         if self.entries and rows > self.fit_rows(len(ends)):
             # Smaller totals are listed only with fewer rows.
-            sizes = (size for of_rows, size in self.decode_sizes() if of_rows == rows and size >= context)
-            context = min(sizes, default=context)
+            sizes = (shape.context for shape in self.plain_decodes() if shape.rows == rows and not shape.in_place)
+            context = min((size for size in sizes if size >= context), default=context)
+        num_blocks = max(last_block, rows) + 1
+        if self.ranges and num_blocks <= self.ranges[-1]:
+            length = fit(self.ranges, num_blocks)
+            if length <= _COST_OF_GATHERING * context:
+                return Shape(DECODE, rows, num_queries, length, in_place=True)
         return Shape(DECODE, rows, num_queries, context)
 
     def prefill(self, num_rows: int, longest: int, end: int, *, start: int = 0) -> Shape:
@@ -316,26 +341,28 @@ class Shapes:
             for context in self.prefill_contexts(queries)
         ]
 
-    def decode_sizes(self) -> list[tuple[int, int]]:
-        """Return the number of rows and the context for all possible decodes."""
+    def plain_decodes(self) -> list[Shape]:
+        """Return all possible shapes of decodes with one query per row."""
         if not self.entries:
-            return list(product(self.decode_rows, self.contexts))
+            return [Shape(DECODE, rows, 1, context) for rows, context in product(self.decode_rows, self.contexts)]
         max_blocks = -(-self.max_len // self.block_size)
-        return [
-            (rows, entries)
+        gathers = [
+            Shape(DECODE, rows, 1, entries)
             for fewer, rows in pairwise((0, *self.decode_rows))
             for less, entries in pairwise((0, *self.entries))
             # There are more than `fewer` rows with 1 to `max_blocks` blocks each.
             if entries > fewer and less < rows * max_blocks
         ]
+        in_place = [
+            Shape(DECODE, rows, 1, length, in_place=True)
+            for rows, length in product(self.decode_rows, self.ranges)
+            if length > rows and length <= _COST_OF_GATHERING * max(g.context for g in gathers if g.rows == rows)
+        ]
+        return gathers + in_place
 
     def all(self) -> list[Shape]:
         """Return all shapes, largest first, so that the shape that needs the most memory allocates it first."""
-        decodes = (
-            Shape(DECODE, rows, queries, context)
-            for rows, context in self.decode_sizes()
-            for queries in self.decode_queries
-        )
+        decodes = (shape._replace(queries=queries) for shape in self.plain_decodes() for queries in self.decode_queries)
         return sorted([*self.prefills(), *decodes], key=lambda shape: (shape.tokens, shape.context), reverse=True)
 
 
@@ -437,9 +464,19 @@ there.
 """
 
 
-def _entries(listed: tuple[int, ...] | None, max_entries: int, num_blocks: int | None) -> tuple[int, ...]:
-    needed = max_entries if num_blocks is None else min(max_entries, BLOCK_SHARING * num_blocks)
-    entries = listed or geometric(1, needed, 2.0)
+_COST_OF_GATHERING = 3
+"""The number of blocks that a decode reads in place in the time that it takes to gather one, which is read, written and
+read again."""
+
+
+def _entries(
+    listed: tuple[int, ...] | None, max_entries: int, num_blocks: int | None, *, exclusive: bool
+) -> tuple[int, ...]:
+    needed = max_entries
+    if num_blocks is not None:
+        needed = min(max_entries, num_blocks if exclusive else BLOCK_SHARING * num_blocks)
+    # If most decodes read blocks in place, fewer sizes for the others limit the number of graphs.
+    entries = listed or geometric(1, needed, 4.0 if exclusive else 2.0)
     refuse_waste("block_buckets", entries, max_entries, "--max-num-seqs with --max-model-len")
     return entries
 

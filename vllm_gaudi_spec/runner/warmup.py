@@ -188,7 +188,7 @@ def _time_steps(runner: ModelRunner, widths: tuple[int, ...], max_tokens: int) -
     There is no graph yet for decodes of more than `max_tokens` tokens, so their times are extrapolated from fewer rows.
     Measurements alternate between numbers of drafts, so that a brief pause does not make one look slow.
     """
-    sizes = [*dict.fromkeys(rows for rows, _ in runner.shapes.decode_sizes())]
+    sizes = [*dict.fromkeys(shape.rows for shape in runner.shapes.plain_decodes())]
     numbers = (0, *widths)
     measured: dict[int, dict[int, float]] = {num: {} for num in numbers}
     for rows in sizes:

@@ -25,6 +25,7 @@ from vllm_gaudi_spec.scheduling.counts import DraftCounts
 from vllm_gaudi_spec.scheduling.health import DrafterHealth
 from vllm_gaudi_spec.scheduling.limits import get_requested_drafts
 from vllm_gaudi_spec.scheduling.snapshots import Snapshots
+from vllm_gaudi_spec.upstream.block_pool import assign_lowest_blocks_first
 from vllm_gaudi_spec.upstream.kv_cache import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm_gaudi_spec.upstream.scheduler import (
     AsyncScheduler,
@@ -74,6 +75,8 @@ class _Speculating(Scheduler):
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         vllm_config.cache_config.enable_prefix_caching = caches_prefixes
         self.kv_cache_manager.enable_caching = caches_prefixes
+        if not caches_prefixes and vllm_config.kv_transfer_config is None:
+            assign_lowest_blocks_first(self.kv_cache_manager.block_pool)
         options = Options.from_vllm(self.vllm_config)
         speculation = Speculation.from_vllm(self.vllm_config)
         self.step_metrics = StepMetrics()

@@ -347,6 +347,9 @@ def _attend_long(subject: Subject, what: str, queries: int) -> str:
     rows = _Rows(subject, list(_LONG), queries, decode=True, window=_WINDOW, group=8)
     rows.hide([start - _WINDOW + 1 for start in starts])
     rows.check(f"{what} under a window of {_WINDOW}", starts, real)
+    if subject.backend.traits.flat_decode:
+        rows = _Rows(subject, list(_LONG), queries, decode=True, group=0)
+        rows.check(f"{what} with blocks read in place", starts, real)
     return f"{what} over up to {max(_LONG)} keys, with a shared prefix and with a window"
 
 
@@ -367,7 +370,7 @@ class _Rows:
         """Allocate the rows and generate random KV for them.
 
         Args:
-            group: The number of blocks in each entry of a flat block list.
+            group: The number of blocks in each entry of a flat block list, or 0 to read blocks in place.
         """
         traits = subject.backend.traits
         block = traits.block_size
@@ -383,7 +386,12 @@ class _Rows:
                 num_blocks += not is_shared
         self.layer = _Layer(subject, num_blocks, window=window)
         self._flat = None
-        if decode and traits.flat_decode:
+        if decode and traits.flat_decode and not group:
+            self._flat = torch.tensor([[rows], [0]], dtype=torch.int32).repeat(1, num_blocks)
+            for row, length in enumerate(lengths):
+                for index in range(-(-length // block)):
+                    self._flat[:, self._table_BW[row, index]] = torch.tensor([row, index])
+        elif decode and traits.flat_decode:
             # The entries are in random order, with padding at the end.
             entries = []
             for row, length in enumerate(lengths):

@@ -97,10 +97,11 @@ class Way:
 
 
 OURS = Way("here", None, _BFLOAT16_SCORES)
+IN_PLACE = Way("here, in place", 1, _BFLOAT16_SCORES, copies=False)
 BEFORE = Way("block by block", 1, _FLOAT32_SCORES)
 FLATTENED = Way("query per row", 1, _BFLOAT16_SCORES, flattens=True)
 CONTIGUOUS = Way("and contiguous", 1, _BFLOAT16_SCORES, flattens=True, copies=False)
-WAYS = (BEFORE, OURS, FLATTENED, CONTIGUOUS)
+WAYS = (BEFORE, OURS, IN_PLACE, FLATTENED, CONTIGUOUS)
 
 
 def estimate_forward(card: Card, model: Model, tokens: int, ranks: int, *, fp8: bool = False) -> float:

@@ -143,7 +143,7 @@ def test_last_prompt_token_is_a_chunk_if_it_belongs_to_an_image(requests: Reques
     shapes: Any = SimpleNamespace(
         split_chunks=lambda counts: [len(counts)],
         prefill=lambda num_rows, longest, end, start: Shape(PREFILL, num_rows, longest, 16),
-        decode=lambda queries, ends: Shape(DECODE, len(ends), queries, 16),
+        decode=lambda queries, ends, last_block: Shape(DECODE, len(ends), queries, 16),
         decode_queries=(1, 3),
         slice_tokens=0,
         longest_chunk=64,

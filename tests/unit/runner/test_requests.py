@@ -11,7 +11,7 @@ import torch
 
 from tests.support.fakes import HostBackend, cached, make_requests, new_request, step
 from vllm_gaudi_spec.attention.metadata import FlatBlocks
-from vllm_gaudi_spec.records import NO_ROW
+from vllm_gaudi_spec.records import DECODE, NO_ROW, Shape
 from vllm_gaudi_spec.runner.requests import Requests
 
 
@@ -139,7 +139,7 @@ def test_blocks_outside_the_window_are_not_listed(in_flight: int) -> None:
     requests = flat_requests([16, 16], windows=[None, 20], in_flight=in_flight)
     rows_np = admitted(requests, {"a": (list(range(1, 9)), list(range(11, 19)))})
     for end in range(1, 129):
-        every, some = requests.decode_blocks(rows_np, [end], 16).flat
+        every, some = requests.decode_blocks(rows_np, [end], Shape(DECODE, 2, 1, 16)).flat
         assert [entry[2] for entry in entries(every) if entry[0]] == list(range(-(-end // 16)))
         # The earliest query stands `in_flight` before the end at most, and sees itself and 19 keys before it.
         first_key = max(end - in_flight - 20, 0)
@@ -159,7 +159,7 @@ def test_block_lists_agree_with_block_tables(seed: int) -> None:
     }
     rows_np = admitted(requests, blocks)
     num_blocks = sum(-(-end // 4) for end in ends)  # no more than fit
-    found = requests.decode_blocks(rows_np, ends[::-1], num_blocks)
+    found = requests.decode_blocks(rows_np, ends[::-1], Shape(DECODE, len(rows_np), 1, num_blocks))
     for flat, table, size in zip(found.flat, found.tables, found.sizes, strict=True):
         needed = [
             (int(table[row, place]), row, place)
@@ -170,12 +170,31 @@ def test_block_lists_agree_with_block_tables(seed: int) -> None:
         assert {entry for entry in entries(flat) if not entry[0]} <= {(0, len(rows_np), 0)}
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_blocks_read_in_place_are_listed_with_their_owners(window: int | None) -> None:
+    requests, rng = flat_requests([16], windows=[window]), random.Random(0)
+    ends = [rng.randint(1, 192) for _ in range(4)]
+    free = rng.sample(range(1, 60), 59)
+    blocks = {str(row): ([free.pop() for _ in range(-(-end // 16))],) for row, end in enumerate(ends)}
+    rows_np = admitted(requests, blocks)
+    last_block = requests.find_last_block([*requests.by_id.values()])
+    assert last_block == max(max(ids) for (ids,) in blocks.values())
+    (owners_np,) = requests.decode_blocks(rows_np, ends[::-1], Shape(DECODE, 5, 1, 60, in_place=True)).flat
+    assert owners_np.dtype == np.int32
+    expected = {
+        ids[index]: [3 - row, index]
+        for row, (ids,) in enumerate(blocks.values())
+        for index in range(max(ends[row] - window, 0) // 16 if window else 0, len(ids))
+    }
+    assert owners_np.T.tolist() == [expected.get(block, [5, 0]) for block in range(60)]
+
+
 def test_long_rows_have_entries_of_two_blocks() -> None:
     """Entries begin at even blocks, also the one in which a window begins at an odd block."""
     requests = flat_requests([2, 2], windows=[None, 140])
     ids = list(range(1, 89))
     rows_np = admitted(requests, {"a": (ids, ids)})
-    every, some = requests.decode_blocks(rows_np, [175], 150).flat
+    every, some = requests.decode_blocks(rows_np, [175], Shape(DECODE, 2, 1, 150)).flat
     assert (every.shape, some.shape) == ((4, (150 + 2) // 2), (4, (2 * 71 + 4) // 2))
     assert entries(every)[:88] == [(block, 0, block - 1) for block in ids]
     assert entries(some)[:71] == [(block, 0, block - 1) for block in ids[17:]]

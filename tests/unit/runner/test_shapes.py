@@ -29,6 +29,7 @@ def shapes(
     causal_first_chunks: bool = False,
     slice_tokens: int = 0,
     backend: Any = None,
+    in_place: bool = False,
     **options: object,
 ) -> Shapes:
     config = SimpleNamespace(
@@ -59,7 +60,9 @@ def shapes(
     )
     widths = (drafts,) if drafts else ()
     device, chosen = backend or SimpleNamespace(traits=traits), Options(**options)
-    return Shapes.from_config(config, chosen, device, widths, num_blocks=num_blocks, slices_chunks=True)
+    return Shapes.from_config(
+        config, chosen, device, widths, num_blocks=num_blocks, slices_chunks=True, in_place=in_place
+    )
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -99,7 +102,7 @@ def test_only_chunks_from_the_start_get_their_shapes(max_len: int) -> None:
     assert not any(map(chosen.begins_at_start, set(chosen.all()) - listed))
 
 
-def test_gaudi_prompt_chunks_are_padded_by_at_most_half() -> None:
+def test_gaudi_prompt_lengths_are_half_powers_of_two_from_512() -> None:
     chosen = shapes(max_tokens=8192, max_len=8192, backend=SimpleNamespace(traits=hpu.TRAITS))
     assert chosen.prefill_queries == (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
@@ -183,6 +186,29 @@ def test_r07_every_flat_decode_is_listed(max_len: int, drafts: int) -> None:
                 assert shape.context >= sum(-(-min(end, max_len) // 16) for end in ends), "every block has a place"
 
 
+@pytest.mark.parametrize("num_blocks", [10, 18, 300, 1500])
+def test_every_decode_in_place_is_listed_and_cheaper_than_gathering(num_blocks: int) -> None:
+    chosen = shapes(17, 300, 1024, exact=False, drafts=5, flat=True, num_blocks=num_blocks, in_place=True)
+    listed, rng = set(chosen.all()), random.Random(0)
+    found = {True: 0, False: 0}
+    for _ in range(2000):
+        ends = [rng.randint(1, 1024) for _ in range(rng.randint(1, 17))]
+        needed = sum(-(-end // 16) for end in ends)
+        if needed >= num_blocks:  # the scheduler would have preempted some of them
+            continue
+        last_block = rng.randint(needed, min(num_blocks - 1, 8 * needed))
+        shape = chosen.decode(rng.choice(chosen.decode_queries), ends, last_block=last_block)
+        assert shape in listed
+        found[shape.in_place] += 1
+        if shape.in_place:
+            assert last_block < shape.context <= num_blocks
+            assert shape.context <= 3 * chosen.decode(1, ends, last_block=num_blocks).context
+        else:
+            assert shape.context >= needed
+    assert found[True]
+    assert found[False] or num_blocks < 300
+
+
 def test_r05_block_buckets_are_bounded_by_memory() -> None:
     """Otherwise 256 sequences of 128k tokens would list 262,144 blocks, 86 GB of KV per layer, where 1,000 exist."""
     chosen = shapes(max_num_seqs=256, max_len=16 * 1024, exact=False, flat=True, num_blocks=1000)
@@ -213,4 +239,4 @@ def test_decodes_widened_for_other_ranks_are_listed(flat: bool) -> None:
             shape = chosen.decode(3, ends, num_rows)
             assert shape in listed
             assert shape.rows >= max(num_rows, len(ends))
-            assert shape.context >= chosen.decode_context(ends)
+            assert not flat or shape.context >= max(num_rows, sum(-(-end // 16) for end in ends))
