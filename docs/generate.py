@@ -70,7 +70,7 @@ def options() -> str:
 SPECULATIVE = {
     "method": "A [method](methods.md), including **`universal_draft`**. Default: determined by `model`.",
     "model": "The drafter's folder or Hugging Face id, or a class for `custom_class`.",
-    "num_speculative_tokens": "k, from 1 to 16. Default: the checkpoint's, or 16 with `suffix`; required otherwise.",
+    "num_speculative_tokens": "k, from 1 to 16. Default: the checkpoint's, or 15 with `suffix`; required otherwise.",
     "draft_sample_method": "[How drafts are made](../explanation/acceptance.md#how-drafts-are-made): {values}.",
     "rejection_sample_method": (
         "[How drafts are accepted](../explanation/acceptance.md#how-drafts-are-accepted): {values}."

@@ -220,6 +220,8 @@ def _read_option(name: str, value: Any) -> Any:
 
 MAX_DRAFTS = 16
 """The maximum number of draft tokens per request in one step."""
+SUFFIX_DRAFTS = 15
+"""The default for `suffix`, which every device can verify."""
 
 # Limits per request. The first two equal the limits in vLLM's GPU sampler for logit_bias and bad_words.
 MAX_LOGIT_EDITS = 1024

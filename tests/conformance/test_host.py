@@ -48,9 +48,9 @@ def test_s14_memory(backend: DeviceBackend) -> None:
 
 
 def test_drafts_and_sizes(backend: DeviceBackend) -> None:
-    from vllm_gaudi_spec.config import MAX_DRAFTS
+    from vllm_gaudi_spec.config import MAX_DRAFTS, SUFFIX_DRAFTS
 
-    assert 1 <= backend.traits.max_drafts <= MAX_DRAFTS
+    assert SUFFIX_DRAFTS <= backend.traits.max_drafts <= MAX_DRAFTS
     assert min(backend.traits.prefill_rows) == 1
     assert backend.traits.prefill_step % backend.traits.smallest_prefill == 0
     assert backend.traits.block_size % 16 == 0

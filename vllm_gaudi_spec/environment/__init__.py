@@ -254,7 +254,8 @@ def name_process_group(init_method: str) -> None:
 
 def set_host_address(address: str) -> None:
     """Set the address at which vLLM listens, unless the user chose one."""
-    os.environ.setdefault("VLLM_HOST_IP", address)
+    if not os.environ.get("VLLM_HOST_IP"):
+        os.environ["VLLM_HOST_IP"] = address
 
 
 def _identify_shared_memory() -> str:

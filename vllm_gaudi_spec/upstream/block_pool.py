@@ -17,8 +17,7 @@ def assign_lowest_blocks_first(pool: BlockPool) -> None:
     the block that was freed last.
     Remove when: vLLM's block pool can keep the blocks in use close together.
     """
-    if pool.enable_caching:
-        raise AssertionError("With a prefix cache, the order of free blocks determines which of them is evicted")
+    assert not pool.enable_caching, "with a prefix cache, the order of free blocks determines which of them is evicted"
     pool.free_block_queue = LowestFirst(pool.blocks, pool.null_block)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from vllm_gaudi_spec.config import (
     IS_UNIVERSAL,
     LM_HEAD_QUANTIZATION,
-    MAX_DRAFTS,
+    SUFFIX_DRAFTS,
     UNIVERSAL_DRAFT,
     UnsupportedConfigError,
     shown,
@@ -44,7 +44,7 @@ def describe_drafters() -> None:
     guesses the method from the folder name and does not read the number of drafts.
     Remove when: upstream reads both for any drafter.
 
-    Let `suffix` draft at most `MAX_DRAFTS` tokens if the user does not set the number.
+    Let `suffix` draft at most `SUFFIX_DRAFTS` tokens if the user does not set the number.
     Reason: upstream takes the tree's depth, 24, which this plugin would reject.
     Remove when: a step can verify 24 drafts.
 
@@ -103,7 +103,7 @@ def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
     if config.model is not None and has_model(config.method) and not is_described:
         _read_speculators_format(config)
     if config.method == SUFFIX and config.num_speculative_tokens is None:
-        config.num_speculative_tokens = min(config.suffix_decoding_max_tree_depth, MAX_DRAFTS)
+        config.num_speculative_tokens = min(config.suffix_decoding_max_tree_depth, SUFFIX_DRAFTS)
     if config.method == UNIVERSAL_DRAFT:
         config.method, config.use_heterogeneous_vocab = DRAFT_MODEL, True
     if not has_model(config.method) and not METHODS[config.method].in_vllm:

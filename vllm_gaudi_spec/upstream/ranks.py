@@ -74,6 +74,8 @@ def end_reads_from_other_machines(
 def name_dead_ranks(original: Callable[..., None], engine: Any) -> None:
     """Before a failed engine ends its server, wait until vLLM's monitor of Ray workers has logged which rank died.
 
+    If no rank died, this delays the end of the server by five seconds.
+
     Reason: other ranks notice a death first, because their collectives fail. The server then ends within a second, and
     the log has no more than the address of a connection.
     Remove when: upstream's error for a failed worker names the rank that died.

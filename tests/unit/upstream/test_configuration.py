@@ -153,7 +153,7 @@ def test_min_p_and_logit_bias_are_still_all_that_upstream_refuses() -> None:
         params._validate_spec_decode(drafter())
 
 
-@pytest.mark.parametrize(("depth", "drafts"), [(8, 8), (24, config.MAX_DRAFTS)])
+@pytest.mark.parametrize(("depth", "drafts"), [(8, 8), (24, config.SUFFIX_DRAFTS)])
 def test_suffix_without_a_number_of_drafts_takes_the_depth_up_to_the_maximum(depth: int, drafts: int) -> None:
     upstream.apply()
     made = SpeculativeConfig(method="suffix", suffix_decoding_max_tree_depth=depth)
