@@ -187,10 +187,12 @@ def test_machine_that_dies_fails_requests_and_a_restart_serves(cluster: Cluster,
         cluster.two.die()
 
     ended, seconds = strike(cluster, die, patience=NOTICED_SECONDS)
-    assert not any(answer.finished for answer in ended)
-    lost = [answer for answer in ended if answer.status != 500 and '"error"' not in answer.text]
+    failed = [answer for answer in ended if not answer.finished]
+    # With two CPUs, a machine has room for a whole engine, so the first machine's requests may finish.
+    assert len(failed) == len(ended) or (failed and cluster.num_cpus == 2)
+    lost = [answer for answer in failed if answer.status != 500 and '"error"' not in answer.text]
     code = server.process.wait(timeout=60)
-    print(f"{how}: errors after {seconds:.1f} s, {len(lost)} requests without one, exit code {code}")
+    print(f"{how}: {len(failed)} errors after {seconds:.1f} s, {len(lost)} requests without one, exit code {code}")
     assert not lost
     assert code == 1
     log = server.log.read_text()
