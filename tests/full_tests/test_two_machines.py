@@ -44,7 +44,8 @@ def draft_model(model: str) -> dict[str, Any]:
 
 
 TWO_ENGINES = ["--tensor-parallel-size=2", "--data-parallel-size=2", "--api-server-count=1"]
-# Options, drafts, and CPUs that Ray has on each machine: as many as there are ranks, so each machine has half of them.
+# Options, drafts, and CPUs that Ray has on each machine: half as many as there are ranks. Ray keeps an engine
+# together, so each of the two engines runs on one machine.
 LAYOUTS: dict[str, tuple[list[str], Callable[[str], dict[str, Any]], int]] = {
     "TP 2, draft model": (["--tensor-parallel-size=2"], draft_model, 1),
     "PP 2, draft model": (["--pipeline-parallel-size=2"], draft_model, 1),
@@ -114,7 +115,10 @@ def strike(cluster: Cluster, fault: Callable[[], None], patience: float) -> tupl
     with asking(cluster.server, bodies(8, 300)) as answers:
         fault()
         since = time.monotonic()
-        return [answer.result(timeout=patience) for answer in answers], time.monotonic() - since
+        ended = [answer.result(timeout=patience) for answer in answers]
+    seconds = time.monotonic() - since
+    assert seconds < patience
+    return ended, seconds
 
 
 def complete(server: Running, prompt: list[int], params: Any) -> list[int]:
@@ -158,6 +162,7 @@ def test_slow_machine_delays_requests_only(cluster: Cluster) -> None:
     ended, seconds = strike(cluster, pulse, patience=60)
     slowest = max(answer.seconds for answer in ended)
     print(f"slowest answer {slowest:.1f} s, last one {seconds:.1f} s after the last pulse")
+    assert slowest > 5, "the machine did not stop"
     assert all(answer.finished for answer in ended)
     assert texts(cluster.server, bodies(8)) == expected
 
@@ -172,6 +177,7 @@ def test_requests_finish_after_a_partition(cluster: Cluster) -> None:
 
     ended, seconds = strike(cluster, part, patience=BACK_SECONDS)
     print(f"last answer {seconds:.1f} s after the partition")
+    assert max(answer.seconds for answer in ended) > PARTITION_SECONDS, "no request needed the second machine"
     assert all(answer.finished for answer in ended)
     assert texts(cluster.server, bodies(8)) == expected
 

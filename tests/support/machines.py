@@ -34,15 +34,22 @@ class Machine:
     The checkout, the environment and models are files that all machines have.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, stack: contextlib.ExitStack) -> None:
+        """
+        Args:
+            stack: Gets a callback for each part of the machine that must be removed.
+        """
         self.name, self.address, self._port = f"vgs-{number}", f"{NETWORK}.{number}", f"vgs-port-{number}"
         _ip("netns", "add", self.name)
+        stack.callback(_ip, "netns", "delete", self.name)
         _ip("link", "add", self._port, "master", _SWITCH, "type", "veth", "peer", "name", "lan0", "netns", self.name)
+        stack.callback(_ip, "link", "delete", self._port)
         _ip("-n", self.name, "address", "add", f"{self.address}/24", "dev", "lan0")
         for interface in ("lo", "lan0"):
             _ip("-n", self.name, "link", "set", interface, "up")
         self.plug(True)
         self.boot()
+        stack.callback(self.die)
 
     def boot(self) -> None:
         new = ["--mount", "--mount-proc", "--ipc", "--uts", "--pid", "--fork", "--kill-child"]
@@ -84,11 +91,6 @@ class Machine:
         """Plug the cable into the switch, or pull it out. Packets are then lost, and nobody is told."""
         _ip("link", "set", self._port, "up" if plugged else "down")
 
-    def remove(self) -> None:
-        self.die()
-        _ip("link", "delete", self._port)
-        _ip("netns", "delete", self.name)
-
 
 @contextlib.contextmanager
 def machines(count: int) -> Iterator[Sequence[Machine]]:
@@ -98,8 +100,4 @@ def machines(count: int) -> Iterator[Sequence[Machine]]:
         stack.callback(_ip, "link", "delete", _SWITCH)
         _ip("address", "add", f"{NETWORK}.254/24", "dev", _SWITCH)
         _ip("link", "set", _SWITCH, "up")
-        found = []
-        for number in range(1, count + 1):
-            found.append(Machine(number))
-            stack.callback(found[-1].remove)
-        yield found
+        yield [Machine(number, stack) for number in range(1, count + 1)]

@@ -464,9 +464,9 @@ there.
 """
 
 
-_COST_OF_GATHERING = 3
-"""The number of blocks that a decode reads in place in the time that it takes to gather one, which is read, written and
-read again."""
+_COST_OF_GATHERING = 2
+"""The number of blocks that a decode attends to in place in about the time that one gathered block takes. A gathered
+block is read, written and read again, but its scores are computed only once."""
 
 
 def _entries(

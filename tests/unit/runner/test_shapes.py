@@ -202,7 +202,7 @@ def test_every_decode_in_place_is_listed_and_cheaper_than_gathering(num_blocks: 
         found[shape.in_place] += 1
         if shape.in_place:
             assert last_block < shape.context <= num_blocks
-            assert shape.context <= 3 * chosen.decode(1, ends, last_block=num_blocks).context
+            assert shape.context <= 2 * chosen.decode(1, ends, last_block=num_blocks).context
         else:
             assert shape.context >= needed
     assert found[True]
