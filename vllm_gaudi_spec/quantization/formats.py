@@ -50,7 +50,8 @@ class CheckpointFormat:
     """The suffix that is appended to a layer's name to name its decoded weight."""
     native: str | None = None
     """How linear layers can stay quantized: FP8 if they multiply e4m3 weights by e4m3 inputs, or UINT4 if they multiply
-    grouped 4-bit integers by unrounded inputs. It is None for other layers, and if names do not tell layers apart."""
+    grouped 4-bit integers by unrounded inputs. It is None if linear layers cannot stay quantized, or if their names do
+    not distinguish them from other layers."""
 
     def find_encoding(self, layer: str) -> Encoding | None:
         return next((encoding for pattern, encoding in self.by_layer if re.search(pattern, layer)), self.default)

@@ -25,8 +25,8 @@ logger = init_logger(__name__)
 # Alternative names for e4m3 in vLLM and vllm-gaudi.
 _E4M3_NAMES = ("fp8", "fp8_inc")
 _AUTO = "auto"
-# If the checkpoint has a KV scheme, these values of --kv-cache-dtype select the model's dtype, even if it is float32, for
-# which vLLM has no value.
+# If the checkpoint has a KV scheme, these values of --kv-cache-dtype select the model's dtype, even if it is float32,
+# for which vLLM has no value.
 _UNQUANTIZED = ("bfloat16", "float16")
 BY_HEAD = "attn_head"
 """The strategy of compressed-tensors schemes that have one scale per head rather than one scale for all heads."""

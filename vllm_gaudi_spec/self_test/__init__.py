@@ -1,4 +1,4 @@
-"""The self-test, which checks on the device that the engine's assumptions hold, before anything is served.
+"""The self-test, which verifies the engine's assumptions about a device by running code on it at startup.
 
 The names of the graphs that it captures start with `self_test_` in reports.
 """

@@ -317,7 +317,7 @@ class _Layer:
             fresh_kv: The keys and values of the queries, if the queries are first chunks of prompts.
         """
         memory = self.backend.memory
-        # As in the engine, the host knows only upper bounds on the lengths of decodes.
+        # The host knows only upper bounds on the lengths of decodes, as in the engine.
         ends = [start + count for start, count in zip(starts, counts or [queries] * len(starts), strict=True)]
         lengths_B = counts_B = None
         if self.backend.traits.needs_host_lengths:

@@ -332,8 +332,9 @@ def keep_layer_types_of_step_mtp(original: Callable[..., None], config: Any, *ar
     """Keep the attention types of Step 3.5's MTP layers, which follow those of the target in the checkpoint's list.
 
     Reason: upstream truncates the list to the target's layers and then raises IndexError when it looks up the MTP
-    layers (vllm-project/vllm#40000). Remove when: vLLM 0.32 is no longer supported. Its successor uses the class from
-    transformers, which keeps the types.
+    layers (vllm-project/vllm#40000).
+    Remove when: vLLM 0.32 is no longer supported. Its successor uses the class from transformers, which keeps the
+    types.
     """
     original(config, *args, **named)
     if named.get("layer_types"):

@@ -15,8 +15,8 @@ def answer_for_vllm_distribution() -> None:
     Reason: the `vllm` command looks up the version of the distribution "vllm" and fails if it is missing. Code that
     reads vLLM's optional dependencies from the distribution's metadata fails, too. `make setup` installs an empty
     distribution with this name (requirements/vllm-name), so that the command also starts without this plugin, but a
-    wheel of this plugin cannot contain a second distribution. Remove when: the command no longer looks up the version,
-    or the CPU build is published as `vllm`.
+    wheel of this plugin cannot contain a second distribution.
+    Remove when: the command no longer looks up the version, or the CPU build is published as `vllm`.
     """
     if versions.is_cpu_build_alone():
         wrap(importlib.metadata, "version", _version)

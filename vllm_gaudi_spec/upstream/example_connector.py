@@ -19,7 +19,8 @@ def recompute_resumed_requests(
     Reason: after a preemption, upstream looks for a file that contains both prompt and output, but such a file is never
     stored. For a prompt that exceeds whole blocks by one token, upstream offers one block less than it loads. The
     number of offered tokens may therefore be negative, for example for a prompt with one token, and the engine then
-    exits. Remove when: `ExampleConnector` rounds lengths consistently and loads only what it has stored.
+    exits.
+    Remove when: `ExampleConnector` rounds lengths consistently and loads only what it has stored.
     """
     if request.num_output_tokens or request.num_prompt_tokens % self._block_size == 1:
         return 0, False

@@ -13,7 +13,8 @@ def score_cpu_experts_by_sigmoid(original: Callable[..., None], router: Any, *ar
     """Support sigmoid scores without expert groups in vLLM's CPU router, by using a single group.
 
     Reason: upstream supports sigmoid scores only with groups. Without groups, as in MiniMax M2, it raises
-    AssertionError in the first forward pass. Remove when: `CPURouter` supports sigmoid without groups.
+    AssertionError in the first forward pass.
+    Remove when: `CPURouter` supports sigmoid without groups.
     """
     original(router, *args, **named)
     if router.scoring_func == "sigmoid" and router.custom_routing_function is None and not router.use_grouped_topk:

@@ -152,8 +152,8 @@ def take_kimi_linear_of_plain_layers() -> None:
     """Make vLLM use the Kimi Linear class that it has for ROCm.
 
     Reason: vLLM has two classes for this model. The default class uses CUDA streams and an attention layer based on
-    CUDA kernels. The class for ROCm consists of layers that a platform can replace. Remove when: the class that
-    upstream uses for out-of-tree platforms has `MLAAttention`.
+    CUDA kernels. The class for ROCm consists of layers that a platform can replace.
+    Remove when: the class that upstream uses for out-of-tree platforms has `MLAAttention`.
     """
     from vllm.models import kimi_k3
     from vllm.models.kimi_k3.amd.linear import KimiLinearForCausalLM

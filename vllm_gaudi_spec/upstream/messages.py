@@ -51,7 +51,8 @@ def end_errors_with_their_message(
 
     If vLLM cannot run with this installation, print only the line. If two platform plugins are active, add a remedy.
     Reason: pydantic ends its error messages with a link, and vLLM's message about two plugins does not suggest a
-    remedy. Remove when: upstream's command line reports mistakes of the user without a traceback.
+    remedy.
+    Remove when: upstream's command line reports mistakes of the user without a traceback.
     """
     if not issubclass(kind, UnusableInstallationError):
         original(kind, error, trace)

@@ -193,8 +193,8 @@ def refuse_params_before_verification(find_fault: Callable[[SamplingParams], str
     """Reject sampling parameters if `find_fault` returns a reason before vLLM verifies them.
 
     Reason: upstream's `SamplingParams.verify` compiles the regex or grammar of a request, regardless of its size,
-    before the platform validates the request. A regex with 75,000 words causes a server error. Remove when: upstream
-    asks the platform first, or limits the size of constraints.
+    before the platform validates the request. A regex with 75,000 words causes a server error.
+    Remove when: upstream asks the platform first, or limits the size of constraints.
     """
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
@@ -213,8 +213,8 @@ def refuse_streamed_inputs(original: Callable[..., Any], *args: Any, **named: An
 
     Reason: upstream handles such requests incorrectly with speculation: it counts drafts after a stop token as
     computed, and it rolls back tokens that are already part of a recurrent state. In addition, turns that wait for
-    input occupy rows and memory that other requests need. Remove when: upstream's scheduler gives each turn the same
-    tokens with and without drafts, even after a preemption.
+    input occupy rows and memory that other requests need.
+    Remove when: upstream's scheduler gives each turn the same tokens with and without drafts, even after a preemption.
     """
     from vllm.exceptions import VLLMValidationError
 
@@ -269,7 +269,8 @@ def guard_every_path(original: Callable[..., Any], guard: Any, scope: Any, recei
 
     Reason: upstream protects only paths that begin with /v1, /v2, /inference, or /cohere. Other paths also generate
     text (/invocations, /generative_scoring), process prompts (/tokenize, /pooling), or change the server
-    (/scale_elastic_ep). Remove when: `AuthenticationMiddleware` protects all paths except those in an explicit list.
+    (/scale_elastic_ep).
+    Remove when: `AuthenticationMiddleware` protects all paths except those in an explicit list.
     """
     from starlette.datastructures import Headers
     from starlette.responses import JSONResponse

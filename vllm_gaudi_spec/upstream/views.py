@@ -24,7 +24,8 @@ def join_keys_of_minicpm3(
     """Make MiniCPM3 concatenate the parts of queries and keys.
 
     Reason: vLLM's layer assigns these parts to slices of a tensor, and HPU graphs do not support in-place writes
-    through views (quirk L06). Remove when: upstream's layer no longer assigns to slices.
+    through views (quirk L06).
+    Remove when: upstream's layer no longer assigns to slices.
     """
     import torch
 
@@ -235,7 +236,8 @@ def convolve_blocks_of_dflash2(
     """Make DFlash2's convolution separate blocks by reshaping, without computing each token's position in its block.
 
     Reason: vLLM computes the positions from int64 token indices, as a remainder if the block size is not a power of
-    two. Remove when: `_grouped_conv` no longer computes a remainder.
+    two.
+    Remove when: `_grouped_conv` no longer computes a remainder.
     """
     import torch
 

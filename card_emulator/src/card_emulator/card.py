@@ -41,7 +41,7 @@ class Model:
     out_of_memory: str
     """The vendor's out-of-memory message: a format string with the fields `nbytes` and `mib`."""
     e4m3_max: float
-    """The largest float8_e4m3 value on the card. In torch, it is 448."""
+    """The largest float8_e4m3 value on the card. The largest value in torch is 448."""
     lacks_dtypes: frozenset[torch.dtype]
     lacks: Callable[[str, str], bool]
     """Whether the card has no kernel for an operation, given the operation's packet name and overload name."""

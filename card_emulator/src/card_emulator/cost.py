@@ -32,7 +32,8 @@ CARDS = {
 
 # Fitted to measurements on an H100; see the module's docstring.
 MATRIX_SHARE = 0.797 * 4096 / (4096 + 1710)
-"""The fraction of peak arithmetic that models with a hidden size of 4,096 reach. Smaller matrices reach less."""
+"""The fraction of peak arithmetic that models with a hidden size of 4,096 reach. It would be lower for smaller
+models."""
 SHARPNESS = 3
 """The degree of the norm that combines the times for memory accesses and arithmetic. The norm is close to the larger of
 the two times."""

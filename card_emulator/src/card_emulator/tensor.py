@@ -71,7 +71,7 @@ class DeviceTensor(torch.Tensor):
 
     @property
     def data(self) -> DeviceTensor:
-        # For a parameter, return a plain tensor, which can be changed in place regardless of autograd.
+        # If this is a parameter, return a plain tensor, which can be changed in place regardless of autograd.
         return self.detach() if isinstance(self, torch.nn.Parameter) else self  # type: ignore[return-value]
 
     @data.setter

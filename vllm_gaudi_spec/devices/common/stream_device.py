@@ -32,7 +32,7 @@ class _Captured(NamedTuple):
     inputs: list[list[torch.Tensor]]
     """The buffers that the graph reads, in groups with the same device and dtype. One copy operation fills a group."""
     argument_indices: list[list[int]]
-    """For each group, the indices of the arguments that are copied to its buffers."""
+    """The indices of the arguments that are copied to the buffers of each group."""
     result: Any
 
 

@@ -76,7 +76,7 @@ def _find_slow_product(names: set[str]) -> str | None:
     # 10 to 70 times as long as in float32 on AVX2, and 40 to 80 times with AMX but without AMX-FP16.
     if "aten._scaled_mm" in names and not torch.cpu._is_amx_fp16_supported():
         return "torch's product of FP8"
-    # For int8, the same oneDNN function requires AVX-512, or AVX2 with VNNI, which torch cannot detect. On AVX2 alone,
+    # The same oneDNN function requires AVX-512 for int8, or AVX2 with VNNI, which torch cannot detect. On AVX2 alone,
     # a matmul took 7 to 17 times as long as in float32 for one row, and 2 to 5 times for four rows.
     if "_C.onednn_scaled_mm" in names and not torch.cpu._is_avx512_supported():
         return "oneDNN's product of int8"

@@ -25,7 +25,7 @@ class CapturedFunction(nn.Module):
         self._error: Exception | None = None
         self._form: Any = None
         self._sources: list[tuple[bool, int]] = []
-        """For each tensor in the result, whether it is an argument, and its index in the arguments or in the
+        """The source of each tensor in the result: whether it is an argument, and its index in the arguments or
         outputs."""
 
     def forward(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -208,8 +208,7 @@ def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
 
 
 def _lanes(dtype: torch.dtype) -> int:
-    """Return the number of elements in one of the card's vectors. The results for each block are padded to a
-    multiple."""
+    """Return the number of elements in a vector of the card. `block_softmax` pads its results to whole vectors."""
     return 64 if dtype == torch.float32 else 128
 
 

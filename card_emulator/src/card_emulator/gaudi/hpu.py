@@ -78,7 +78,7 @@ def make_module() -> ModuleType:
         **Streams(runtime.Stream).contents(),
     }
     if DEVICE.lazy:
-        # As on a real card, these attributes exist only in lazy mode.
+        # These attributes exist only in lazy mode, as on a real card.
         contents["HPUGraph"] = graphs.HPUGraph
         contents["wrap_in_hpu_graph"] = graphs.wrap_in_hpu_graph
     module = runtime.make_module(contents)
