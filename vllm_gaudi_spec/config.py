@@ -84,13 +84,13 @@ class Options:
     """Options in `additional_config["gaudi_spec"]`. None selects the device's default."""
 
     batch_buckets: tuple[int, ...] | None = None
-    """Decode batch sizes. Each decode step is padded to one of them."""
+    """The batch sizes of decode steps. Each decode step is padded to one of them."""
     prefill_buckets: tuple[int, ...] | None = None
-    """Prompt chunk lengths. Each chunk is padded to one of them."""
+    """The lengths of prompt chunks. Each chunk is padded to one of them."""
     block_buckets: tuple[int, ...] | None = None
-    """Total numbers of KV blocks in decode steps (Gaudi only). Each decode step is padded to one of them."""
+    """The total numbers of KV blocks in decode steps (Gaudi only). Each decode step is padded to one of them."""
     prefill_rows: tuple[int, ...] | None = None
-    """Numbers of prompt chunks that may share a forward pass."""
+    """The numbers of prompt chunks that may share a forward pass."""
     warmup_tokens: int | None = None
     """The maximum number of tokens in the shapes that warm-up runs; larger shapes are only listed. -1 runs all shapes.
     The default is 16 on a CPU and -1 elsewhere."""
@@ -309,7 +309,7 @@ class Speculation:
         """Return the maximum length of a row's context and drafts combined."""
         # A verify step adds one token besides its drafts, and this token may take the model's last position.
         longest = max_model_len - 1
-        # A drafter that counts its own tokens enforces its own limit.
+        # A drafter with its own tokens has its own limit, which is enforced elsewhere.
         if self.retokenizes or self.drafter_max_len is None:
             return longest
         return min(longest, self.drafter_max_len)

@@ -40,7 +40,7 @@ NUM_DRAFTS = "num_drafts"
 class Series(NamedTuple):
     help: str
     label: str = ""
-    """An additional label, besides those that all vLLM series have."""
+    """An additional label, or empty if the series has only the labels of all vLLM series."""
     values: tuple[str, ...] = ("",)
     """All values of the label. Not used for `NUM_DRAFTS`, whose values depend on k."""
     is_gauge: bool = False

@@ -17,12 +17,12 @@ class DrafterStatus(NamedTuple):
     """Actions that workers must take after faults of the drafter."""
 
     restarted: tuple[str, ...]
-    """Requests that the drafter must read again from the start, because its state for them may be wrong."""
+    """Requests that the drafter must process again from the start, because its KV for them may be wrong."""
     excluded: tuple[str, ...]
     """Requests that are excluded from drafting."""
     is_off: bool
     num_faults: int
-    """The number of times so far that drafting produced unusable drafts."""
+    """The total number of drafting results that were unusable."""
 
 
 class AdaptiveStep(NamedTuple):
@@ -33,7 +33,7 @@ class AdaptiveStep(NamedTuple):
     num_verified: int
     """The number of drafts per row that this step verifies, which was chosen in the previous step."""
     num_drafts: int
-    """The number of drafts per row chosen in this step."""
+    """The number of drafts per row to generate in this step."""
     only_decodes: bool
 
 

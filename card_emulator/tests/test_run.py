@@ -44,8 +44,8 @@ def test_a_program_has_the_card(options: tuple[str, ...], script: str, printed: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--card", "ascend910b", "--lazy", "--", "true"], "are for a Gaudi"),
-        (["--torch-npu", "folder", "--", "true"], "is for --card ascend910b"),
+        (["--card", "ascend910b", "--lazy", "--", "true"], "apply only to a Gaudi"),
+        (["--torch-npu", "folder", "--", "true"], "applies only to --card ascend910b"),
         (["--", "/nonexistent"], "/nonexistent: No such file or directory"),
     ],
 )
@@ -68,4 +68,4 @@ def test_an_npu_needs_torch_npu(tmp_path: Path) -> None:
         [sys.executable, "-c", "import torch"], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert f"not in {tmp_path}; " in done.stderr
+    assert f"not in {tmp_path}. " in done.stderr

@@ -89,12 +89,16 @@ def agreement(checkpoint: Path, run: Run) -> Agreement:
     return right, num, largest
 
 
-# Ours may have this many times the vendor's. Of bytes the target is 1; docs/explanation/emulators.md says more.
+# Ours may have this many times the vendor's.
 MOST: dict[str, tuple[float, Callable[[Run], float]]] = {
-    "graphs made in warm-up": (1.5, lambda run: run["warm_up"]["graph_captures"]),
+    # Without a prefix cache, some decode shapes have two graphs: one reads KV in place, the other one gathers it.
+    "graphs made in warm-up": (2.0, lambda run: run["warm_up"]["graph_captures"]),
+    "programs compiled in warm-up": (
+        1.0,
+        lambda run: run["warm_up"]["graph_captures"] + run["warm_up"]["lazy_compiles"],
+    ),
     "launches a step": (1.0, lambda run: run["run"]["launches"] / run["steps"]),
-    # A first chunk's keys and values are made finite, so that NaN in one request reaches no other.
-    "bytes moved": (1.07, lambda run: run["run"]["bytes_moved"]),
+    "bytes moved": (1.0, lambda run: run["run"]["bytes_moved"]),
 }
 
 

@@ -1,6 +1,6 @@
 """Interface between the engine and a device.
 
-Each device overrides the defaults that do not suit it. Code outside `devices/` never checks which device is in use.
+A device's backend overrides defaults where necessary. Code outside `devices/` never checks which device is in use.
 """
 
 from __future__ import annotations
@@ -49,20 +49,21 @@ class DeviceTraits:
     depend on tensor values, because reading a value does not block, and models skip padding.
     """
     updates_views: bool = True
-    """Whether a graph may contain a layer that writes through a view (docs/contributing/quirks.md, L06)."""
+    """Whether layers in a graph may write through views (docs/contributing/quirks.md, L06)."""
     compiles: bool = False
-    """Whether capturing a graph compiles it, which takes seconds to minutes. Sampling passes then share graphs."""
+    """Whether graphs are compiled when they are captured, which takes seconds to minutes. If so, sampling passes share
+    graphs."""
     block_size: int = 128
     """Default number of tokens in a KV block."""
     flat_decode: bool = False
-    """Whether decodes read all rows' KV blocks as one list, so that short rows are not padded to the longest one."""
+    """Whether decode attention takes the KV blocks of all rows as one flat list, so that short rows need no padding."""
     needs_host_lengths: bool = False
     """Whether attention needs a host-side upper bound on the number of keys in each row.
 
     If so, attention functions receive `Blocks.lengths_B`, whose values do not affect which graph is selected.
     """
     exact_context_width: bool = False
-    """Whether attention reads only a row's own KV blocks, so that one block table width suits every context length."""
+    """Whether attention skips the unused part of a block table, so that one table width suits every context length."""
     prefill_rows: tuple[int, ...] = (1,)
     """Default numbers of equal-length prompt chunks that may share a step."""
     causal_first_chunks: bool = False
@@ -75,7 +76,7 @@ class DeviceTraits:
     decode_step: int = 0
     """The minimum difference between decode batch sizes, or 0 to use only powers of two."""
     times_decode_sizes: bool = False
-    """Whether warm-up drops default decode batch sizes that take longer than larger ones."""
+    """Whether warm-up measures the default decode batch sizes and drops those that are slower than a larger one."""
     prefill_step: int = 0
     """The minimum difference between prefill buckets, or 0 to use only powers of two. A device sets this if padding
     costs more than additional shapes."""
@@ -86,11 +87,12 @@ class DeviceTraits:
     runs_stages: bool = False
     """Whether pipeline parallelism was tested on the device."""
     selects_keys: bool = False
-    """Whether sparse attention, in which an indexer selects the keys, was compared with another implementation."""
+    """Whether sparse attention, in which an indexer selects the keys, was verified against another implementation."""
     media_models: tuple[str, ...] = ()
-    """Model classes compared with transformers on images, in captured graphs if the device captures graphs."""
+    """Model classes whose results on images were verified against transformers, in captured graphs if the device
+    captures graphs."""
     recurrent_models: tuple[str, ...] = ()
-    """Architectures with recurrent layers that were compared in the same way."""
+    """Architectures with recurrent layers that were verified in the same way."""
     max_drafts: int = MAX_DRAFTS
     """The maximum number of drafts per row that the device's kernels can verify in one step."""
     takes_quant_config: bool = False
@@ -121,7 +123,7 @@ class Graphs:
         return function
 
     def uncaptured(self) -> Graphs:
-        """Return graphs that run functions directly. Capturing a function that runs only once would waste time."""
+        """Return a `Graphs` object that runs functions eagerly, for functions that run only once."""
         graphs = Graphs()
         graphs.step_done = self.step_done  # type: ignore[method-assign]
         return graphs
@@ -135,10 +137,10 @@ class Graphs:
         return 0
 
     def warmed_up(self) -> None:
-        """Mark the end of warm-up, after which no graph should be compiled."""
+        """Mark the end of warm-up. Graphs that are compiled later are counted separately."""
 
     def step_done(self) -> None:
-        """Signal that a step's work has all been issued. The default does nothing, because work starts immediately."""
+        """Signal that all work of a step has been issued. The default does nothing, because work starts immediately."""
 
     def compiled_after_warmup(self) -> int:
         """Return the number of graphs compiled after warm-up, or 0 if the device does not count them."""
@@ -156,23 +158,24 @@ class Memory:
     """The number of calls to `download` and `start_download`."""
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to the device without waiting."""
+        """Copy a tensor to the device without waiting for the copy to complete."""
         return host
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to the host and wait. Every call counts as one device-to-host sync."""
+        """Copy a tensor to the host and wait for the copy. Every call is counted as a device-to-host sync."""
         self.num_host_syncs += 1
         return tensor
 
     def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start a copy to the host and return a function that waits for it.
 
-        This counts as one device-to-host sync. The next step may overwrite `tensor` before the function is called.
+        Every call is counted as a device-to-host sync. The next step may overwrite `tensor` before the returned
+        function is called.
         """
         return partial(self.download, tensor)
 
     def synchronize(self) -> None:
-        """Wait for all issued work. The default does nothing, because each call returns only after its work is done."""
+        """Wait for all issued work. The default does nothing, because by default all work is synchronous."""
 
     def free_bytes(self) -> int | None:
         """Return the device's free memory in bytes, or None if the device uses the host's memory."""
@@ -209,7 +212,7 @@ class Memory:
         raise NotImplementedError
 
     def make_block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
-        """Return a function that takes (source, target) pairs and copies these KV blocks in all of the `kv_caches`."""
+        """Return a function that takes (source, target) pairs of block IDs and copies the blocks in all `kv_caches`."""
         raise NotImplementedError
 
 
@@ -220,7 +223,8 @@ class Attention:
         raise NotImplementedError
 
     def supports_attention(self, spec: AttentionLayerSpec) -> bool:
-        """Whether the device's kernel supports this layer. If not, `torch_ops` computes the layer."""
+        """Whether the device's attention supports this layer. If not, the layer's attention is computed by
+        `torch_ops`."""
         return True
 
     def reads_slices(self, spec: AttentionLayerSpec) -> bool:
@@ -228,7 +232,8 @@ class Attention:
         return True
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replace non-finite keys or values before `write_kv`, or return them unchanged if the kernel replaces them."""
+        """Replace non-finite keys or values before `write_kv` is called. If `write_kv` itself replaces them, return the
+        tensor unchanged."""
         return finite(tensor)
 
     def write_kv(
@@ -241,8 +246,8 @@ class Attention:
     ) -> None:
         """Write finite keys and values to their slots.
 
-        `value_TKD` is None if the values are part of the keys. Only slots for padding may occur more than once. If
-        `spec.layer_operations` is set, the implementation must call `spec.operations`.
+        `value_TKD` is None if the values are part of the keys. Slots must be distinct, except for padding slots. If
+        `spec.layer_operations` is set, the implementation must write through `spec.operations`.
         """
         raise NotImplementedError
 
@@ -265,7 +270,8 @@ class Weights:
     fp8_arithmetic: Callable[[float], Arithmetic] | None = None
     """Returns the e4m3 arithmetic for a given maximum value, or None if the device does not store KV in FP8."""
     fp8_logits: Callable[[float], Arithmetic] | None = None
-    """Returns the arithmetic for a drafter's logits in the same way, or None if FP8 matmuls are not faster."""
+    """Returns the arithmetic for a drafter's logits for a given maximum value, or None if FP8 matmuls are not
+    faster."""
     multiplies_fp8 = False
     """Whether FP8 matmuls are faster than higher-precision ones, so that linear layers in FP8 checkpoints should stay
     in FP8."""
@@ -274,15 +280,18 @@ class Weights:
 
     @property
     def fp8_range(self) -> str | None:
-        """Return the card whose e4m3 range applies (gaudi2 or gaudi3), or None if the user may choose."""
+        """The card whose e4m3 range applies (gaudi2 or gaudi3), or None if the user may choose it."""
         return None
 
     def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
-        """Return a context for loading a model that will be measured or quantized."""
+        """Return a context manager for loading a model that will be measured or quantized."""
         raise NotImplementedError("this device does not support it, so the configuration is rejected at start-up")
 
     def quantize(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measuring | None:
-        """Measure or quantize a loaded model before `prepare_model` is called. Returns the measurement, if any."""
+        """Measure or quantize a loaded model, and return the measurement, or None if the model was quantized.
+
+        This method is called before `prepare_model`.
+        """
         raise NotImplementedError("this device does not support it, so the configuration is rejected at start-up")
 
     def from_uint4(self, words: Words, dtype: torch.dtype) -> torch.Tensor:
@@ -292,24 +301,26 @@ class Weights:
     def missing_kernel(self, vllm_config: VllmConfig, model: ModelConfig) -> str | None:
         """Return the reason why the device cannot run a model's quantized weights, or None if it can.
 
-        This method is called before anything is loaded, also in processes that must not open the device.
+        The reason is a relative clause that follows the name of a format, such as "for which there are no kernels".
+        This method is called before anything is loaded, and it may be called in a process that must not open the
+        device.
         """
         return f"for which there are no kernels yet on {self.device_name}"
 
     def refresh(self, model: nn.Module, *, dropped: bool = False) -> None:
-        """Rebuild data derived from weights that vLLM's loader does not rebuild after an update, or free it if
-        `dropped` is set."""
+        """Rebuild the data derived from weights that vLLM does not rebuild after a weight update. If `dropped` is set,
+        free this data instead."""
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Move loaded weights to the device in the layout that its kernels need.
+        """Move loaded weights to the device and convert them to the layout that its kernels need.
 
-        The default does nothing, because weights are already on the device after loading.
+        The default does nothing, which is sufficient if weights are loaded to the device directly.
         """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceBackend:
-    """A device as the engine sees it."""
+    """The implementation of a device. The engine uses devices only through this class."""
 
     traits: DeviceTraits
     memory: Memory

@@ -60,7 +60,7 @@ class DrafterKVSync:
     has_kv = False
     """Whether drafting reads KV, either the drafter's own (which it also writes) or the target's."""
     reads_every_step = False
-    """Whether the drafter reads new tokens after each verification, even if it does not draft afterwards."""
+    """Whether the drafter processes new tokens after each verification, even if it does not draft afterwards."""
 
     # --- host ---
 
@@ -71,7 +71,7 @@ class DrafterKVSync:
         """Handle a batch after the target's forward pass."""
 
     def before_round(self, sampled: SampledRows, max_drafts_np: np.ndarray, batch: DraftBatch | None) -> None:
-        """Read the tokens that drafting requires. This method is called after each verification.
+        """Write the drafter's KV for tokens that it needs before drafting. Called after each verification.
 
         Args:
             max_drafts_np: Current maximum number of drafts for each request.
@@ -82,7 +82,7 @@ class DrafterKVSync:
         """Update host state after drafting."""
 
     def invalidate(self, requests: list[Request]) -> None:
-        """Discard what the drafter has read for these requests, because a read failed or the KV may be wrong."""
+        """Discard the drafter's state for these requests, because a forward pass failed or the KV may be wrong."""
 
     def on_faulty(self, requests: list[Request]) -> None:
         """Handle requests with unusable drafts, for which the drafter's KV may be wrong."""
@@ -122,7 +122,7 @@ class DeviceProposer(ABC):
         """Draft tokens for the rows in `request`."""
 
     def make_kv_sync(self, context: DraftingContext, row_limits: RowLimits) -> DrafterKVSync:
-        """Return the drafter's KV sync. The default suits drafters without KV or hidden states."""
+        """Return the drafter's KV sync. The default is for drafters without KV or hidden states."""
         return DrafterKVSync()
 
 
@@ -130,7 +130,7 @@ class ReadBlocks:
     """Tracks the KV blocks that a drafter has read.
 
     To share blocks between requests, vLLM considers only the target's KV. The drafter's KV for a block may be missing
-    if drafting was disabled for that request or because of the load. Such a block does not count as read.
+    if drafting was disabled for that request or because of the load. Such a block is recorded as unread.
     """
 
     def __init__(self, requests: Requests, num_blocks: int, groups: list[int], *, keeps_up: bool = False) -> None:
@@ -159,7 +159,7 @@ class ReadBlocks:
     def load(self, block_ids: list[int]) -> None:
         """Record the blocks that a KV connector fills.
 
-        The blocks count as read if the drafter's KV is also transferred, and as unread otherwise.
+        The blocks are marked as read if the drafter's KV is also transferred, and as unread otherwise.
         """
         self._read_np[block_ids] = max(self._sizes, default=0) if self._keeps_up else 0
 
@@ -305,7 +305,7 @@ class Drafting:
         return np.array(num_scheduled, dtype=np.int32)
 
     def find_outgrown_requests(self) -> Collection[str]:
-        """Return requests that had no drafts in the last step because they exceed a limit only the drafter knows."""
+        """Return the requests that had no drafts in the last step because they exceeded the drafter's own limit."""
         return ()
 
     def take_rounds(self) -> list[DraftRound]:
@@ -368,7 +368,7 @@ class Drafting:
     # --- warm-up ---
 
     def propose_for_padding(self, num_rows: int, num_drafts: int) -> None:
-        """Do the same device work as drafting after a decode that verified `num_drafts` drafts per row."""
+        """Run the graphs for drafting after a decode that verified `num_drafts` drafts per row, with padding rows."""
 
     def jobs(self) -> Iterator[Job]:
         """Yield warm-up runs for every graph that drafting may use."""

@@ -1,8 +1,8 @@
 """Drafting with a separate model, which runs k forward passes after each verification.
 
 The drafter's KV is stored in the target's blocks. A draft token's KV is written when the next token is drafted, so the
-last of the k draft tokens has no KV. If all drafts are accepted, two tokens are therefore new to the drafter. For this
-reason, the first forward pass in drafting always reads the two newest tokens.
+last of the k draft tokens has no KV. If all drafts are accepted, the drafter therefore has no KV for the two newest
+tokens. For this reason, the first forward pass in drafting always processes the two newest tokens.
 
 `DraftModelKVSync` tracks the number of tokens that the drafter has read in each row. The device has exact numbers. The
 host has lower bounds, because drafts may be in flight. They determine which rows must catch up, in which shapes.

@@ -82,7 +82,7 @@ class Guard:
 def make_agreement_check(vllm_config: VllmConfig) -> Agree:
     """Return the check for agreement between ranks, for host drafters, which run independently on each rank.
 
-    If ranks had different drafts, they would run different steps.
+    The check is necessary because ranks with different drafts would run different steps.
     """
     if vllm_config.parallel_config.tensor_parallel_size == 1:
         return lambda drafts: drafts is not None

@@ -1,4 +1,4 @@
-"""Medusa, which has one head per draft token. All heads read the target's newest hidden state, without loops or KV."""
+"""Medusa, which has one head for each draft token. All heads use the target's newest hidden state and have no KV."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _limit_layers(vllm_config: VllmConfig) -> int:
 def _share_kv(vllm_config: VllmConfig, target_layers: list[str], assistant: Any) -> None:
     """Let each layer of a Gemma 4 assistant read the KV of the target's last layer of the same kind.
 
-    Target layers that store no KV themselves do not count.
+    Target layers that share the KV of another layer are ignored.
     """
     assert vllm_config.speculative_config is not None
     target_config = vllm_config.model_config.hf_text_config

@@ -263,7 +263,7 @@ class Text:
     def _choose_draft(self, matches: list[Match], size: int, limits: list[int], min_prob: float, best: Draft) -> Draft:
         """Return the best draft for all suffix lengths that occur in the matches.
 
-        A match of m tokens also counts for every shorter suffix.
+        A match of m tokens is also a match for every shorter suffix.
         """
         sizes = sorted({size - 1, *(match.size for match in matches)})
         # All sizes between two neighboring match lengths have the same matches, so only the highest limit is needed.

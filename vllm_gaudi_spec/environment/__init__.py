@@ -244,7 +244,7 @@ def cache_folder() -> Path:
 
 
 def name_process_group(init_method: str) -> None:
-    """Set the name with which processes find each other for vLLM's shared-memory CPU collectives.
+    """Set the name by which processes find each other for vLLM's CPU collectives over shared memory.
 
     Ranks that do not share memory get different names, so that vLLM uses gloo between them.
     """
@@ -300,7 +300,7 @@ def set_gaudi_defaults() -> None:
 
 
 def gaudi_is_lazy() -> bool:
-    """Whether the bridge runs in lazy mode. The value 0 selects eager and compiled mode; others select lazy mode."""
+    """Whether the bridge runs in lazy mode. PT_HPU_LAZY_MODE=0 selects compiled mode, and other values lazy mode."""
     set_gaudi_defaults()
     return os.environ[LAZY_MODE.name] != "0"
 
@@ -340,7 +340,7 @@ def gaudi_layers_of_a_recipe() -> int:
 
 
 def gaudi_chunks() -> tuple[int, int]:
-    """Return the number of chunks for long prompts, and the minimum length of these, from vllm-gaudi's variables."""
+    """Return the number of chunks for long prompts, and the minimum prompt length, from vllm-gaudi's variables."""
     num_chunks = ROW_PARALLEL_CHUNKS.parse_integer(1)
     if num_chunks > 1 and not gaudi_is_lazy():
         reason = "compiled mode waits for each collective"
@@ -361,7 +361,7 @@ def emulated_modules() -> tuple[int, ...]:
 
 
 def emulator_is_hostile() -> bool:
-    """Whether the emulated Gaudi rejects everything that is known to fail on any card or in any release."""
+    """Whether the emulated Gaudi rejects all operations that are known to fail on some cards or releases."""
     return EMULATOR.choose("hostile", "kind") == "hostile"
 
 

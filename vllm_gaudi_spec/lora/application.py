@@ -1,9 +1,9 @@
 """Adds the contributions of adapters to layer outputs, in a single computation for all slots.
 
 T: tokens. S: slots of rank R. C = S * R columns. A layer multiplies its input by the first matrices of all slots in one
-matmul. Of the C columns in the result, each token keeps those of its own slot, and the others become zero. The result
-is then multiplied by the second matrices of all slots. A token without an adapter keeps no columns, so only zeros are
-added to its output.
+matmul. In the result, each token keeps only the columns of its own slot, and all other columns become zero. The result
+is then multiplied by the second matrices of all slots. For a token without an adapter, all columns are zero, so its
+output does not change.
 
 vLLM writes a slot's matrices on the host. Whole tensors are then copied in place to the device, where captured graphs
 read them, so nothing is compiled.
@@ -63,7 +63,7 @@ class TokenSlots:
 
     @property
     def are_set(self) -> bool:
-        """Whether slots are set. They are not set when a drafter calls a layer that it shares with the target."""
+        """Whether slots are set. This is not the case when a drafter calls a layer that it shares with the target."""
         return self._mask_TC is not None
 
     def mask_columns(self, columns_TNC: torch.Tensor) -> torch.Tensor:

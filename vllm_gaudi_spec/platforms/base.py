@@ -163,7 +163,7 @@ class SpecPlatform(Platform):
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """No-op: layers of the drafter and the target may have the same index."""
+        """No-op: the drafter and the target may have layers with the same index."""
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
@@ -316,7 +316,7 @@ def _disable_vllm_state_caching(vllm_config: VllmConfig) -> None:
 def _require_whole_images(vllm_config: VllmConfig) -> None:
     """Ensure that each step computes whole images if image tokens attend to each other bidirectionally.
 
-    vLLM leaves this to platforms. If its option is set, vLLM checks at start-up that a step has room for an image.
+    vLLM leaves this to platforms. If the option is set, vLLM checks at startup that a whole image fits in a step.
     """
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if model is None or not model.is_mm_prefix_lm:

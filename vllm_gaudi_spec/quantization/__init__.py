@@ -1,1 +1,1 @@
-"""Quantized checkpoints, and FP8 based on the files, configuration, and arithmetic of Intel Neural Compressor."""
+"""Quantized checkpoints, and FP8 quantization that is compatible with Intel Neural Compressor."""

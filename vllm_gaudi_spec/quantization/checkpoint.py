@@ -1,6 +1,6 @@
 """Reads a quantized checkpoint as if its weights were in the model's dtype.
 
-Linear layers stay quantized if the device has kernels for them. All other layers load as from an unquantized
+Linear layers can stay quantized if the device has kernels for them. All other layers are loaded as from an unquantized
 checkpoint, so merged layers, tensor parallelism, MLA, LoRA, and experts need no special code.
 """
 
@@ -45,17 +45,15 @@ class Checkpoint:
     format: CheckpointFormat
     dtype: torch.dtype
     is_native: Callable[[str], bool] = field(default=lambda layer: False)
-    """Whether a layer supports e4m3 weights with per-row scales, or 4-bit integers packed in words."""
+    """Whether a layer stays quantized, as e4m3 weights with per-row scales or as 4-bit integers packed in words."""
     is_unused: Callable[[str], bool] = field(default=lambda name: False)
     """Whether the model ignores tensors with a given name."""
     _waiting: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """Maps each layer to the tensors for its weight that have been read so far."""
+    """The tensors of incomplete weights. Maps each layer to those of its weight's tensors that have been read so
+    far."""
 
     def weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights of the model, given all tensors in its files in any order.
-
-        A layer's tensors may be in different files.
-        """
+        """Yield the weights of the model. `tensors` contains all tensors in its files, in any order."""
         for name, tensor in tensors:
             if self.is_unused(name):
                 continue
@@ -65,7 +63,7 @@ class Checkpoint:
                 part = _ALIASES.get(part, part)
             is_plain = part == "weight" and tensor.dtype.itemsize > 1  # in a layer that is not quantized
             if encoding is None or part not in encoding.parts or is_plain:
-                # The tensors of a `fake_quantizer` are KV scales, which are kept.
+                # Keep the tensors of a `fake_quantizer`, because they are KV scales.
                 if part not in (*_UNUSED, *self.format.unused) or layer.endswith("_fake_quantizer"):
                     self._check_plain(name, part, tensor)
                     yield name, tensor
@@ -134,7 +132,8 @@ def _check_finite(*tensors: torch.Tensor) -> None:
 
 
 class _Headers(Checkpoint):
-    """A reader for meta tensors that checks each kind once, because large models have many tensors of few kinds."""
+    """A reader for meta tensors, which decodes only one of several weights with the same shapes and dtypes, to save
+    time."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
@@ -160,9 +159,9 @@ def find_misfit(model: str, format: CheckpointFormat, files: Iterable[Path], dam
 def check_tensors(
     model: str, format: CheckpointFormat, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors unchanged for vLLM's kernels. Raises EncodingError if scales are missing or not finite.
+    """Yield tensors unchanged, for vLLM's own kernels. Raises EncodingError if scales are missing or not finite.
 
-    vLLM accepts non-finite scales and leaves missing scales uninitialized.
+    vLLM itself would accept non-finite scales and leave missing scales uninitialized.
     """
     headers: list[tuple[str, torch.Tensor]] = []
     for name, tensor in tensors:
@@ -176,7 +175,7 @@ def check_tensors(
 
 
 def _misfit(model: str, format: CheckpointFormat, headers: Iterable[tuple[str, torch.Tensor]]) -> EncodingError | None:
-    """Process meta tensors in the same way as real tensors, and return the resulting error, if any."""
+    """Decode meta tensors in the same way as real tensors, and return the error that this causes, or None."""
     try:
         for _ in _Headers(model=model, format=format, dtype=torch.float32).weights(headers):
             pass

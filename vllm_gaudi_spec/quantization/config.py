@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MEASURE, QUANTIZE = "MEASURE", "QUANTIZE"
 
-# Fields that are part of `QuantConfig`, and fields that do not change the results of a simulation.
+# Fields of the file that a simulation reads, and fields that do not affect its results.
 _READ_OR_IGNORED = frozenset(
     [
         "mode",
@@ -50,7 +50,7 @@ _READ_OR_IGNORED = frozenset(
         "calibration_sample_interval",
     ]
 )
-# Fields for which a simulation supports only one value.
+# Fields of the file for which a simulation supports only the given value.
 _ONLY = {
     "observer": "maxabs",
     "fp8_config": "e4m3",
@@ -69,7 +69,7 @@ NEEDS_CALIBRATION = (
 
 
 class Selection(NamedTuple):
-    """The modules that a list in the file selects, by name pattern and by class."""
+    """The modules that an entry of the file selects, by patterns for their names and by class."""
 
     names: tuple[str, ...]
     types: tuple[str, ...]
@@ -86,7 +86,7 @@ class Selection(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantConfig:
     option: str
-    """The option or variable that names the file, for use in messages."""
+    """The option or environment variable that specifies the file, for use in messages."""
     path: str
     mode: str
     dump_stats_path: str
@@ -96,14 +96,14 @@ class QuantConfig:
     skips_unknown: bool
     """Whether modules without scales stay unquantized instead of causing an error."""
     allowed: Selection
-    """The modules to include, or all modules if it is empty."""
+    """The modules to include. If this selection is empty, all modules are included."""
     blocked: Selection
     fields: dict[str, Any]
     """All fields in the file."""
 
     @classmethod
     def read(cls, path: str, option: str) -> QuantConfig:
-        """Read and check the file that `option` names."""
+        """Read and validate a file. `option` is the option that specifies it, for use in messages."""
         try:
             fields = json.loads(Path(path).read_text())
         except OSError as error:
@@ -140,7 +140,7 @@ class QuantConfig:
         return is_allowed and not self.blocked.selects(name, kind)
 
     def unsimulated_refusals(self) -> Iterator[str]:
-        """Yield reasons to reject fields in the file that only INC supports."""
+        """Yield reasons to reject the file on devices on which INC is simulated."""
         for name, value in self.fields.items():
             supported = _ONLY.get(name)
             if supported is not None and str(value).lower() != supported:
@@ -153,17 +153,17 @@ class QuantConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadContext:
-    """The model, rank, and device for which weights are loaded."""
+    """Information about the model that is being loaded, its rank, and its device."""
 
     model: str
     """The model's folder or name."""
     rank: int
     world: int
-    """The number of ranks, each of which has its own files."""
+    """The number of ranks. Each rank has its own measurement and scale files."""
     fp8_range: str | None
     """The card whose e4m3 range the device uses, or None to use the range for which the scales were computed."""
     apart: Collection[nn.Module] = ()
-    """Modules to leave unchanged: modules shared with another model, and the modules of latent attention."""
+    """Modules to leave unchanged, which are those of latent attention and those shared with another model."""
 
 
 class Measuring(Protocol):
@@ -171,11 +171,11 @@ class Measuring(Protocol):
     """Whether logits are computed for every token, so that the logits layer is also measured."""
 
     def counting(self, real_T: torch.Tensor) -> AbstractContextManager[None]:
-        """Restrict measurements to the real tokens of a forward pass on T tokens that runs in this context."""
+        """Return a context for a forward pass in which only tokens with `real_T` set are measured, and not padding."""
         ...
 
     def write(self) -> None:
-        """Write all values collected so far and replace older files."""
+        """Write all measurements so far to files, replacing older files."""
         ...
 
 
@@ -193,10 +193,10 @@ def drafter_config(options: Options) -> QuantConfig | None:
 
 
 def get_cpu_weights(vllm_config: VllmConfig) -> str | None:
-    """Return the option `cpu_weights`, which defaults to float32 if any values are rounded to FP8.
+    """Return the value of the option `cpu_weights`. It defaults to float32 if any values are rounded to FP8.
 
-    Results of oneDNN's float32 kernel do not depend on the number of tokens. Results of the float16 kernel do, and a
-    difference of one bit can change an FP8 value.
+    The reason is that the results of the float16 kernel depend on the number of tokens, and a difference of one bit can
+    change an FP8 value. The results of oneDNN's float32 kernel do not depend on the number of tokens.
     """
     options = Options.from_vllm(vllm_config)
     if options.cpu_weights is not None:
@@ -207,7 +207,7 @@ def get_cpu_weights(vllm_config: VllmConfig) -> str | None:
 
 
 def missing_scales(config: QuantConfig, world: int) -> Iterator[str]:
-    """Yield reasons why a model cannot be quantized with its scale files, without inspecting the model."""
+    """Yield reasons why a model cannot be quantized, such as missing scale files. The model itself is not inspected."""
     try:
         files.read_world(config.dump_stats_path, world, config.scale_method)
     except files.QuantFilesError as error:
@@ -215,7 +215,7 @@ def missing_scales(config: QuantConfig, world: int) -> Iterator[str]:
 
 
 def hostile_scales(config: QuantConfig) -> Iterator[str]:
-    """Yield reasons why INC must not read a model's scale files. INC would run any code that the files contain."""
+    """Yield reasons why INC must not read a model's scale files, because INC would run any code in them."""
     try:
         files.check_harmless(config.dump_stats_path)
     except files.QuantFilesError as error:

@@ -1,7 +1,7 @@
 """Decides whether a quantized checkpoint is dequantized while it is loaded, and reads its weights.
 
-While vLLM creates the configuration, every format that we can read gets the `dequantized` method (`method.py`). A model
-is returned to vLLM's own method if vLLM's kernels for the format run on the device.
+While vLLM creates the configuration, every checkpoint whose format we can read gets the `dequantized` method
+(`method.py`). Later, a model is returned to vLLM's own method if vLLM's kernels for its format run on the device.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _left_to_vllm: ContextVar[bool] = ContextVar("left_to_vllm", default=False)
 
 
 def is_left_to_vllm() -> bool:
-    """Whether vLLM should find its own quantization method."""
+    """Whether to leave the choice of the quantization method to vLLM."""
     return _left_to_vllm.get()
 
 
 def use_device(load_backend: Callable[[], DeviceBackend]) -> None:
-    """Set the function that loads the device, for use in layers and readers that vLLM creates."""
+    """Set the function that loads the device. vLLM creates layers and readers, so they cannot get it as an argument."""
     global _load_backend
     _load_backend = load_backend
 
@@ -64,7 +64,7 @@ def native_inputs(format: CheckpointFormat, weights: Weights) -> tuple[str, ...]
     if format.native == FP8 and weights.multiplies_fp8:
         return ("bfloat16", "float32")  # the cast to FP8 does not support float16 (quirk O30)
     if format.native == UINT4 and weights.converts_uint4:
-        return ("bfloat16",)  # the only dtype that vllm-gaudi uses with the operator
+        return ("bfloat16",)  # the only dtype with which vllm-gaudi uses the operator
     return ()
 
 
@@ -83,8 +83,8 @@ def is_native(format: CheckpointFormat, dtype: torch.dtype, requested: str | Non
 def choose_kernels(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceBackend) -> None:
     """Choose the kernels for a quantized model.
 
-    Reference kernels are used if the user requests them, and native kernels if the device has any. Otherwise, vLLM's
-    kernels are used if they run on the device or the user requests them.
+    If the user requests reference kernels, the model is dequantized. Otherwise, the device's own kernels are used if it
+    has any, and vLLM's kernels are used if they run on the device or if the user requests native kernels.
     """
     requested = Options.from_vllm(vllm_config).weight_kernels
     if model.quantization != DEQUANTIZED:
@@ -114,7 +114,7 @@ def _stays_native(model: ModelConfig, requested: str | None, weights: Weights) -
 
 
 def _choose_vllms(vllm_config: VllmConfig, model: ModelConfig, requested: str | None, weights: Weights) -> None:
-    """Return the model to vLLM's own method for its format, or log why it is dequantized."""
+    """Let vLLM's own method load the model, or log why the model is dequantized instead."""
     method = method_of(described(model))
     is_target, quant_config = model is vllm_config.model_config, vllm_config.quant_config
     try:
@@ -164,7 +164,7 @@ def format_of(model: ModelConfig) -> CheckpointFormat:
 
 
 def format_if_read(model: ModelConfig) -> CheckpointFormat | None:
-    """Return the quantization format, or None if the checkpoint is unquantized or has a format that we do not read."""
+    """Return a checkpoint's quantization format, or None if it is unquantized or if its format is not supported."""
     try:
         return format_of(model) if described(model) else None
     except UnknownFormatError:
@@ -183,7 +183,7 @@ def described(model: ModelConfig) -> dict[str, Any]:
 def read_weights(
     tensors: Iterable[tuple[str, torch.Tensor]], model: ModelConfig, loaded: nn.Module
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the weights for the model `loaded`, given the tensors in the model's files."""
+    """Yield the weights for a model, given the tensors in its files. `loaded` is the model that will receive them."""
     if model.quantization != DEQUANTIZED:
         format = format_if_read(model)
         return iter(tensors) if format is None else check_tensors(model.model, format, tensors)
@@ -202,7 +202,8 @@ def read_weights(
 def _forget_format(loaded: Any) -> None:
     """Remove the quantization settings from the configuration of vLLM's gpt-oss model.
 
-    The gpt-oss class reads files depending on the configuration rather than on the quantization method of its layers.
+    The model's class uses the configuration, rather than the quantization method of its layers, to decide how to read
+    weights.
     """
     if type(loaded).__name__ != "GptOssForCausalLM":
         return
@@ -214,7 +215,8 @@ def _forget_format(loaded: Any) -> None:
 
 
 def native_layers(model: nn.Module, format: CheckpointFormat) -> Callable[[str], bool]:
-    """Return a function that returns whether the layer with a given checkpoint name stays quantized in `model`."""
+    """Return a predicate that takes a layer's name in the checkpoint and returns whether it stays quantized in
+    `model`."""
     from vllm_gaudi_spec.quantization.native_linears import Fp8Linear, Uint4Linear
 
     modules, mapper = dict(model.named_modules()), getattr(model, "hf_to_vllm_mapper", None)

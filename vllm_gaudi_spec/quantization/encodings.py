@@ -1,7 +1,7 @@
-"""Decodes quantized matrices from the tensors that a checkpoint contains instead of a weight.
+"""Decodes quantized matrices from the tensors with which a checkpoint represents a weight.
 
-Decoding uses torch operations in float32 on matrices with N outputs and K inputs. It also works on meta tensors created
-from file headers, to detect invalid tensors before any data is read.
+Decoding uses float32 torch operations. N: outputs. K: inputs. It also works on meta tensors, which are created from
+file headers to detect invalid tensors before any data is read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from vllm_gaudi_spec.config import OTHER_MODEL
 
 Parts = Mapping[str, torch.Tensor]
-"""Maps the suffix of each tensor's name to the tensor."""
+"""The tensors that represent a weight, keyed by the suffixes of their names."""
 Read = TypeVar("Read")
 Block = tuple[int, int]
-"""The number of rows and the number of columns that share a scale. -1 means all of them."""
+"""The number of rows and the number of columns that share a scale, where -1 means all rows or columns."""
 
 TENSOR, CHANNEL = (-1, -1), (1, -1)
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -31,7 +31,7 @@ _OTHER_COPY = "download or copy the model again"
 
 
 class EncodingError(ValueError):
-    """Raised for tensors that are not valid in their format. The message is a reason in one line."""
+    """Raised for tensors that are not valid in their format. The message states the reason in one line."""
 
     def __init__(self, reason: str, *, remedy: str = _OTHER_COPY) -> None:
         super().__init__(reason)
@@ -44,7 +44,7 @@ class EncodingError(ValueError):
 
 
 class Grouped(NamedTuple):
-    """A weight stored as unsigned integers. The inputs in each of the G groups share scales and zero points."""
+    """A weight stored as unsigned integers. Its inputs form G groups, which share scales and zero points."""
 
     values_KN: torch.Tensor
     scales_GN: torch.Tensor
@@ -72,9 +72,11 @@ class Encoding:
     decode: Callable[[Parts], torch.Tensor]
     """Returns float32 [N, K], or bfloat16 [E, K, N] for stacked experts."""
     rows: Callable[[Parts], tuple[torch.Tensor, torch.Tensor]] | None = None
-    """Returns the weight as e4m3 values with one scale per row, [N, 1]. None for encodings that do not allow this."""
+    """Returns the weight as e4m3 values and one scale per row [N, 1]. It is None for encodings that do not allow
+    this."""
     grouped: Callable[[Parts], Grouped] | None = None
-    """Returns the weight as integers in groups of `group_size` inputs. None for other encodings or reordered groups."""
+    """Returns the weight as integers in groups of `group_size` inputs. It is None for all other encodings, and if
+    groups are not in input order."""
     group_size: int = 0
 
     def weight(self, parts: Parts) -> torch.Tensor:
@@ -159,7 +161,7 @@ def packed_integers(bits: int, block: Block, *, zero_point: bool, reordered: boo
             scales_NG = _spread(scales_NG, shape_NG, TENSOR if block == TENSOR else (1, 1)).expand(shape_NG)
         if zero_point:
             zeros_NG = _unpacked(_matrix(tensors["weight_zero_point"]), bits, dim=0)
-            zeros_NG = zeros_NG[:num_outputs]  # the last words may be only partly used
+            zeros_NG = zeros_NG[:num_outputs]  # the last word may be only partly used
         else:
             zeros_NG = torch.full_like(scales_NG, 1 << (bits - 1), dtype=torch.int32)
         return Grouped(values_NK.t(), scales_NG.t(), zeros_NG.t(), groups_K)
@@ -174,7 +176,7 @@ def gptq(*, size: int | None, reordered: bool, zero_offset: int) -> Encoding:
     Args:
         size: The number of inputs per group, -1 for all inputs, or None if the format does not specify it.
         reordered: Whether an additional tensor contains the group index of each input.
-        zero_offset: The number that is added to stored zero points.
+        zero_offset: The number to add to stored zero points.
     """
 
     def read(tensors: Parts) -> Grouped:
@@ -224,8 +226,11 @@ def _integers(parts: tuple[str, ...], read: Callable[[Parts], Grouped], size: in
 def fp4(size: int, *, codes: str, whole: str | None = None, divides: bool = False) -> Encoding:
     """Return the encoding for e2m1 values, two per byte, with one scale per `size` values in a row.
 
-    `whole` names a scale for the whole tensor. The other scales are divided by this scale if `divides` is set, and
-    multiplied by it otherwise.
+    Args:
+        size: The number of values in a row that share a scale.
+        codes: The name of the tensor that contains the values.
+        whole: The name of an additional scale for the whole tensor, or None.
+        divides: Whether the other scales are divided by the additional scale instead of multiplied.
     """
 
     def decode(tensors: Parts) -> torch.Tensor:
@@ -241,9 +246,10 @@ def fp4(size: int, *, codes: str, whole: str | None = None, divides: bool = Fals
 
 
 def stacked_fp4() -> Encoding:
-    """Return the encoding for gpt-oss: all experts of a layer, in blocks of 32 e2m1 values that share an exponent.
+    """Return the encoding for gpt-oss, which stores all experts of a layer in blocks of 32 e2m1 values with an
+    exponent.
 
-    The bfloat16 model uses the transposed stack, [experts, inputs, outputs].
+    The decoded weight is [experts, inputs, outputs], as in a bfloat16 checkpoint.
     """
 
     def decode(tensors: Parts) -> torch.Tensor:
@@ -255,8 +261,8 @@ def stacked_fp4() -> Encoding:
         _same(scales_ENG.shape, blocks_ENGH.shape[:-1])
         experts, outputs, groups, half = blocks_ENGH.shape
         shape = experts, groups * 2 * half, outputs
-        # The conversion to bfloat16 is exact. Experts are decoded one by one, because in float32 the experts of a layer
-        # can take 8 GiB.
+        # Decode experts one by one, because all experts of a layer can take 8 GiB in float32. The conversion to
+        # bfloat16 is exact.
         weight_EKN = torch.empty(shape, dtype=torch.bfloat16, device=blocks_ENGH.device)
         for expert in range(experts):
             values_NK = _fp4_values(blocks_ENGH[expert].flatten(1))
@@ -271,7 +277,8 @@ def stacked_fp4() -> Encoding:
 
 
 def _scale(stored: torch.Tensor) -> torch.Tensor:
-    """Return scales as float32. Byte scales are exponents of two (e8m0), of which the highest represents NaN."""
+    """Return scales as float32. Scales stored as bytes are exponents of two (e8m0), and the highest byte represents
+    NaN."""
     if stored.dtype != torch.uint8:
         return stored.float()
     exponents = stored.float() - 127
@@ -286,7 +293,7 @@ def _fp4_values(bytes_NH: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(scale: torch.Tensor, shape: torch.Size, block: Block | None) -> torch.Tensor:
-    """Expand block scales to broadcast with a matrix of the given shape."""
+    """Repeat the scales of blocks, so that they broadcast with a matrix of the given shape."""
     if scale.numel() == 1 and block in (None, TENSOR):
         return scale.reshape(1, 1)
     sizes = [all_of if size < 0 else size for size, all_of in zip(block or CHANNEL, shape, strict=True)]
@@ -314,7 +321,7 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _groups_in_order(size: int | None, values_KN: torch.Tensor, scales_GN: torch.Tensor) -> torch.Tensor:
-    """Return each input's group index, for groups that follow the input order."""
+    """Return the index of each input's group, for groups of consecutive inputs."""
     (num_inputs, num_outputs), num_groups = values_KN.shape, scales_GN.shape[0]
     if size is None:
         if num_groups == 0 or num_inputs % num_groups:

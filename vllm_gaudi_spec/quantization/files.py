@@ -4,12 +4,12 @@ If P is `dump_stats_path` in QUANT_CONFIG and there are W ranks, these files exi
 
     P_hooks_maxabs_r_W.json, .npz            measurements: the largest |x| of each module's tensors
     P_hooks_maxabs_r_W_mod_list.json         the names of all measured modules
-    P_hooks_maxabs_METHOD_r_W.json, .npz     the scales that `scale_method` METHOD derives from them
+    P_hooks_maxabs_METHOD_r_W.json, .npz     the scales that `scale_method` METHOD derives from the measurements
 
-The .json and .npz files contain the same values. INC reads the .npz file, which contains a pickle. This module reads
-the .json file and only checks that the .npz file is complete and harmless, because unpickling a file runs the code in
-it. INC reads only the key `Nodes`. The additional keys contain information that INC does not record: `Model` (a
-fingerprint), `Linears` (how weights are sharded across ranks), and, for scales, the `Device`.
+The .json and .npz files contain the same values. INC reads the .npz file, which contains a pickle. Unpickling runs the
+code in a file, so this module reads the .json file and only checks that the .npz file is complete and harmless. INC
+reads only the key `Nodes`. The other keys are additions: `Model` (a fingerprint), `Linears` (how weights are sharded
+across ranks), and, for scales, `Device`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm_gaudi_spec.quantization.pickles import list_foreign_calls
 MEASURED = "DynamicRange"
 SCALED = "Scale"
 _LOOKED_AT = "_mod_list.json"
-# Measuring and serving may be done by different users, so everyone can read the files, regardless of the umask.
+# The permissions of new files. Everyone can read them, because the server may run as a different user.
 _RIGHTS = 0o644
 _ARCHIVES = (b"PK\3\4", b"PK\5\6")
 """The first bytes of files that NumPy reads as archives."""
@@ -47,8 +47,8 @@ class Part:
 
     rows: int
     heads: int = 0
-    """The number of heads, or 0 if the rows may be split anywhere. If there are more ranks than heads, several ranks
-    have copies of a head."""
+    """The number of heads, or 0 if the rows can be split between any two rows. If there are more ranks than heads,
+    several ranks have copies of the same head."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,16 @@ class LinearShape:
 
 @dataclass
 class Node:
-    """The values of one module. Maxima have shape [1, 1] per tensor or [channels, 1] for a weight; scales have shape []
-    or [channels]."""
+    """The measurements or scales of one module.
+
+    Maxima are [1, 1] for a whole tensor, or [channels, 1] for the channels of a weight. Scales are [] or [channels].
+    """
 
     inputs: list[np.ndarray]
     outputs: list[np.ndarray] = field(default_factory=list)
     params: dict[str, Any] = field(default_factory=dict)
-    """`weight`: an array, or for scales per channel, {0: output scales, 1: input scales}."""
+    """Values for parameters. The item `weight` is an array or, for scales of channels, {0: output scales, 1: input
+    scales}."""
 
     def arrays(self) -> Iterator[np.ndarray]:
         yield from self.inputs
@@ -84,18 +87,18 @@ class Record:
     mode: str
     nodes: dict[str, Node]
     looked_at: list[str] = field(default_factory=list)
-    """All measured modules. `nodes` contains only the modules that have received a value."""
+    """The names of all measured modules. `nodes` contains only modules for which there are values."""
     model: str = ""
     linears: dict[str, LinearShape] = field(default_factory=dict)
     device: str = ""
-    """For scales, the card whose FP8 range they are for: gaudi2 or gaudi3."""
+    """The card for whose FP8 range scales were computed (gaudi2 or gaudi3), or empty for measurements."""
 
 
 # ---- names -------------------------------------------------------------------------------------------
 
 
 def stem(prefix: str | Path, rank: int, world: int, method: str = "") -> Path:
-    """Return the path without suffix of measurement files, or of scale files for `method`."""
+    """Return the path, without a suffix, of measurement files or, if `method` is given, of the scale files for it."""
     return Path(f"{prefix}_hooks_maxabs{'_' + method.upper() if method else ''}_{rank}_{world}")
 
 
@@ -114,7 +117,8 @@ def find_ranks(prefix: str | Path, method: str = "") -> dict[int, set[int]]:
 
 
 def read_world(prefix: str | Path, world: int | None = None, method: str = "") -> list[Record]:
-    """Read the files of all ranks, which must belong to the same model. `world` may be omitted if it is unambiguous."""
+    """Read the files of all ranks, which must belong to the same model. `world` is required only if there are files for
+    several world sizes."""
     what = "scale" if method else "measurement"
     found = find_ranks(prefix, method)
     if not found:
@@ -131,7 +135,7 @@ def read_world(prefix: str | Path, world: int | None = None, method: str = "") -
 
 
 def read(path: Path) -> Record:
-    """Read the files of one rank, given their path without suffix."""
+    """Read the files of one rank. `path` is their path without a suffix."""
     written = Path(f"{path}.json")
     for part in (written, Path(f"{path}.npz"), Path(f"{path}{_LOOKED_AT}")):
         _check_inside_folder(part)
@@ -216,10 +220,11 @@ def _check_inside_folder(path: Path) -> None:
 
 
 def _check_whole(path: Path) -> None:
-    """Verify a zip archive's checksums, and reject its pickles, which INC will load, if they call unknown functions."""
+    """Verify a zip archive's checksums, and reject the archive if its pickles, which INC will load, call unknown
+    functions."""
     try:
         with path.open("rb") as file:
-            # zipfile finds an archive from its end, even if other data precedes it, whereas NumPy checks the beginning.
+            # NumPy checks the beginning of a file, but zipfile finds an archive even if other data precedes it.
             if file.read(4) not in _ARCHIVES:
                 raise zipfile.BadZipFile("it does not begin as an archive does")
             archive = zipfile.ZipFile(file)
@@ -243,12 +248,13 @@ def _check_whole(path: Path) -> None:
 
 
 def write_looked_at(path: Path, names: Sequence[str]) -> None:
-    """Write the list of modules that a rank has measured. `path` is the path of the rank's files without suffix."""
+    """Write the list of modules that a rank has measured. `path` is the path of the rank's files without a suffix."""
     replace(Path(f"{path}{_LOOKED_AT}"), json.dumps(list(names), indent=4).encode())
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file atomically, and create its folder if necessary. If it is a link, the link is replaced."""
+    """Write a file atomically, and create its folder if necessary. If the path is a link, the link itself is
+    replaced."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         cached_files.replace(path, content, _RIGHTS)

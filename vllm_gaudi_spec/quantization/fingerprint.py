@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 _SAMPLE = 1 << 20
-# Fields that change when a model is copied or transformers is updated, although the weights are the same.
+# Fields of the configuration that may change although the weights are the same, for example if a model is copied.
 _VOLATILE = ("_name_or_path", "transformers_version")
 
 
@@ -35,7 +35,7 @@ def fingerprint(model: str) -> str:
 
 
 def find_model_folder(model: str) -> Path | None:
-    """Return the folder with a model's files or with its download from the Hugging Face Hub, or None."""
+    """Return the local folder that contains a model's files, including downloads from the Hugging Face Hub, or None."""
     if (Path(model) / "config.json").is_file():
         return Path(model)
     from huggingface_hub import try_to_load_from_cache

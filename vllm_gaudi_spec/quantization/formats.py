@@ -23,13 +23,14 @@ from vllm_gaudi_spec.quantization.encodings import (
 )
 
 FP8, UINT4 = "FP8", "4-bit integers"
-"""Formats whose linear layers can stay quantized."""
+"""Kinds of weights with which linear layers can stay quantized."""
 Described = Mapping[str, Any]
 """The `quantization_config` in config.json."""
 
 
 class UnknownFormatError(ValueError):
-    """Raised for formats that we cannot read. The message completes "the model has quantized weights, which"."""
+    """Raised for unsupported formats. The message completes the sentence "the model has quantized weights, which
+    ..."."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,27 +41,29 @@ class CheckpointFormat:
     by_layer: tuple[tuple[str, Encoding], ...] = ()
     """Pairs of a pattern for layer names and an encoding. The first matching pattern applies."""
     ignored: tuple[str, ...] = ()
-    """Names of unquantized layers or of modules that contain them. Patterns start with `re:`."""
+    """Names of unquantized layers or of modules that contain them. An entry that starts with `re:` is a pattern."""
     unused: tuple[str, ...] = ()
-    """Name suffixes of tensors that belong to a weight but do not affect its value."""
+    """Name suffixes of tensors that accompany a weight but do not affect its value."""
     before_part: str = "."
-    """The separator between a layer's name and the name of a weight part."""
+    """The separator between the name of a layer and the name suffix of one of its tensors."""
     weight: str = ".weight"
-    """The suffix of the name of a decoded weight."""
+    """The suffix that is appended to a layer's name to name its decoded weight."""
     native: str | None = None
-    """FP8 if linear layers multiply e4m3 weights by e4m3 inputs, UINT4 if they multiply grouped 4-bit integers by
-    unrounded inputs, and None otherwise, or if these layers cannot be distinguished by name."""
+    """How linear layers can stay quantized: FP8 if they multiply e4m3 weights by e4m3 inputs, or UINT4 if they multiply
+    grouped 4-bit integers by unrounded inputs. It is None if linear layers cannot stay quantized, or if their names do
+    not distinguish them from other layers."""
 
     def find_encoding(self, layer: str) -> Encoding | None:
         return next((encoding for pattern, encoding in self.by_layer if re.search(pattern, layer)), self.default)
 
     def may_be_native(self, layer: str) -> bool:
-        """Whether the layer with this name in the checkpoint, or in the unmerged model, can stay quantized."""
+        """Whether a layer can stay quantized. `layer` is its name in the checkpoint or in the model before layers are
+        merged."""
         is_linear = ".experts." not in layer and not layer.endswith(_NEVER_NATIVE)
         return is_linear and not any(re.search(_pattern(name), layer) for name in self.ignored)
 
 
-# Layers that latent attention absorbs, and layers that are not linear layers in vLLM.
+# Layers that never stay quantized, because latent attention absorbs them or because they are not linear layers in vLLM.
 _NEVER_NATIVE = ("kv_b_proj", "lm_head", "embed_tokens")
 
 
@@ -79,7 +82,7 @@ def read_format(described: Described) -> CheckpointFormat:
 
 
 def method_of(described: Described) -> str:
-    """Return the quantization method. Checkpoints from ModelOpt may name only the tool that produced them."""
+    """Return the quantization method. A checkpoint from ModelOpt may specify only the tool that produced it."""
     producer = described.get("producer")
     unnamed = "modelopt" if isinstance(producer, dict) and producer.get("name") == "modelopt" else "no known format"
     return str(described.get("quant_method") or unnamed).lower()
@@ -186,7 +189,7 @@ def _fp8(described: Described) -> CheckpointFormat:
     return CheckpointFormat(name="fp8", default=whole, ignored=_names(ignored), native=FP8)
 
 
-# GPTQ does not list unquantized layers, and AWQ tools list expert routers by name suffix or not at all.
+# Routers of experts are never quantized, but GPTQ tools do not list unquantized layers, and AWQ tools may omit routers.
 _ROUTERS = (r"re:(^|\.)(\w+_)?(gate|router)$",)
 
 
@@ -197,11 +200,11 @@ def _gptq(described: Described) -> CheckpointFormat:
         raise UnknownFormatError(f"are in GPTQ's layout {described['checkpoint_format']}, which is not supported")
     is_new = described.get("checkpoint_format") == "gptq_v2"
     if not described.get("sym", True) and not is_new:
-        # Zero points are stored minus 1, and tools differ in how they store -1.
+        # This layout stores zero points minus 1, and tools differ in how they store -1.
         raise UnknownFormatError("have zero points in GPTQ's original layout, which programs write in different ways")
     reordered = bool(described.get("desc_act", False))
     encoding = gptq(size=_group_size(described), reordered=reordered, zero_offset=0 if is_new else 1)
-    # If one of these fields is set, some layers may be unquantized or use other bit widths.
+    # If one of these fields is set, some layers may be unquantized or have a different bit width.
     is_uniform = not described.get("modules_in_block_to_quantize") and not described.get("extra_config")
     is_uint4 = encoding.grouped is not None and int(described.get("bits", 4)) == 4 and is_uniform
     return CheckpointFormat(

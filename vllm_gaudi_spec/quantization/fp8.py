@@ -1,9 +1,10 @@
-"""Float8 e4m3 arithmetic that is exact except where a Gaudi also rounds.
+"""Float8 e4m3 arithmetic that rounds only where a Gaudi rounds, too.
 
-A value x is cast to e4m3 with scale s by computing x / s, clamping the result to the range, and rounding it to the
-nearest even value. A product of two such values is a multiple of 2**-18 below 2**18, so float64 adds tens of thousands
-of products exactly, and the sum depends neither on their order nor on the number of rows in a matmul. The sum is
-rounded once, to the model's dtype. In bfloat16, the sum and the scale are both rounded before they are multiplied.
+To cast a value x to e4m3 with scale s, x / s is computed, clamped to the range, and rounded to the nearest value (ties
+to even). The product of two e4m3 values is a multiple of 2**-18 and less than 2**18, so tens of thousands of products
+can be added exactly in float64. The sum therefore depends neither on their order nor on the number of rows in a matmul.
+It is rounded once, to the model's dtype. In bfloat16, the sum and the scale are both rounded before they are
+multiplied.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from vllm_gaudi_spec.attention.operations import Matmul
 
 
 def to_e4m3(x: torch.Tensor, largest: float) -> torch.Tensor:
-    """Cast to e4m3 with saturation. Torch's own cast returns NaN for values out of range."""
+    """Cast to e4m3, clamping values to the range. Torch's own cast returns NaN for values outside its range."""
     return x.clamp(-largest, largest).to(torch.float8_e4m3fn)
 
 
@@ -25,7 +26,7 @@ class Arithmetic(Protocol):
 
     @property
     def matmul(self) -> Matmul:
-        """The matmul for values returned by `uncast`, in the model's dtype."""
+        """The matmul for values in the model's dtype that `uncast` has returned."""
         ...
 
     def cast(self, x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
@@ -44,10 +45,10 @@ class Arithmetic(Protocol):
 
 
 class WideMatmul(Matmul):
-    """Matmul that accumulates in float64 and rounds the result once.
+    """A matmul that accumulates in float64 and rounds the result once.
 
-    float32 sums depend on the library's kernel and therefore on the number of rows. With float32, a verify step would
-    sometimes write other values to an FP8 cache than a plain decode step.
+    The order of float32 sums depends on the number of rows, so with float32, a verify step would sometimes write
+    different values to an FP8 cache than a plain decode step.
     """
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -63,7 +64,7 @@ class HostArithmetic:
         self._largest = largest
 
     def cast(self, x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        # For bfloat16 inputs, compute in bfloat16; see `multiply`.
+        # Compute in bfloat16 for bfloat16 inputs, for the same reason as in `multiply`.
         scaled = x * inverse.bfloat16() if x.dtype is torch.bfloat16 else x.float() * inverse
         return to_e4m3(scaled, self._largest).double()
 
@@ -75,7 +76,8 @@ class HostArithmetic:
         self, x: torch.Tensor, y: torch.Tensor, x_scale: torch.Tensor, y_scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         out, scale = torch.matmul(x, y), x_scale.double() * y_scale.double()
-        # This matches two layers of real checkpoints in vllm-gaudi's tests (v0.26.0, test_hpu_compressed_tensors.py).
+        # Round both factors, because the stored results for two layers of real checkpoints in vllm-gaudi's tests are
+        # reproduced in this way (v0.26.0, test_hpu_compressed_tensors.py).
         return out.bfloat16() * scale.bfloat16() if dtype is torch.bfloat16 else (out * scale).to(dtype)
 
     def uncast(self, x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Chooses the dtype of KV from the user's option, the schemes in checkpoints, and the device.
+"""Chooses the dtype of the KV cache, based on the user's option, the schemes in checkpoints, and the device.
 
-The target and its drafter use the same dtype, because their layers share memory. vLLM applies a checkpoint's scheme
-while it creates layers, after configurations have been checked, so schemes are accepted or dropped here.
+A scheme is the part of a checkpoint's quantization configuration that describes quantized KV. vLLM applies it when it
+creates layers, which is too late for errors, so schemes are accepted or dropped here. The target and its drafter use
+the same dtype, because their KV caches share memory.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Other names for e4m3 in vLLM and vllm-gaudi.
+# Alternative names for e4m3 in vLLM and vllm-gaudi.
 _E4M3_NAMES = ("fp8", "fp8_inc")
 _AUTO = "auto"
-# vLLM has no name for float32. If the checkpoint has a scheme, these values select the model's dtype instead.
+# If the checkpoint has a KV scheme, these values of --kv-cache-dtype select the model's dtype, even if it is float32,
+# for which vLLM has no value.
 _UNQUANTIZED = ("bfloat16", "float16")
 BY_HEAD = "attn_head"
 """The strategy of compressed-tensors schemes that have one scale per head rather than one scale for all heads."""
 _STRATEGIES = ("tensor", BY_HEAD)
 _SET_ASIDE = "kv_cache_scheme_set_aside"
-"""Marks a configuration whose scheme is dropped even though the checkpoint contains its scales and zero points."""
+"""The name of an attribute that marks a model configuration whose scheme was dropped, although the checkpoint contains
+the scheme's scales and zero points."""
 _OF_SCHEMES = re.compile(r"\.[qkv]_(?:scale|zero_point)$")
 
 
@@ -74,7 +77,8 @@ def choose_kv_dtype(vllm_config: VllmConfig, model: ModelConfig, *, has_fp8: boo
 
 
 def suggest_model_dtype(vllm_config: VllmConfig) -> str:
-    """Return how to keep KV in the model's dtype, which depends on whether the checkpoint or the user requests FP8."""
+    """Return advice on how to keep KV in the model's dtype. It depends on whether the checkpoint or the user requests
+    FP8."""
     target = get_target_config(vllm_config)
     if _asks_for_quantized_kv(target):
         return f"use --kv-cache-dtype bfloat16, which keeps the KV of {target.model} in the model's dtype"
@@ -82,23 +86,23 @@ def suggest_model_dtype(vllm_config: VllmConfig) -> str:
 
 
 def was_set_aside(model: ModelConfig) -> bool:
-    """Whether the checkpoint's scheme is dropped, in which case its scales are not read."""
+    """Whether the checkpoint's KV scheme was dropped, so that its scales are not read."""
     return any(written.get(_SET_ASIDE) for written in _quantization_configs(model))
 
 
 def drop_scales_set_aside(
     tensors: Iterable[tuple[str, torch.Tensor]], model: ModelConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return a model's tensors without scales that belong to a dropped scheme.
+    """Yield a model's tensors, except the scales of a KV scheme that was dropped.
 
-    Layers may have no parameters of these shapes, or would use the scales for FP8 KV, for which the scales are wrong.
+    Layers may have no parameters for these scales, or they would use them for FP8 KV, for which the scales are wrong.
     """
     drops = was_set_aside(model)
     return (pair for pair in tensors if not (drops and _OF_SCHEMES.search(pair[0])))
 
 
 def list_schemes(model: ModelConfig) -> list[dict[str, Any]]:
-    """Return the compressed-tensors schemes that have not been dropped."""
+    """Return the compressed-tensors KV schemes of a model that have not been dropped."""
     written = (written.get("kv_cache_scheme") for written in _quantization_configs(model))
     return [scheme for scheme in written if isinstance(scheme, dict) and "strategy" in scheme]
 

@@ -1,7 +1,8 @@
-"""FP8 modules with scales from a file: linear layers, attention's matmuls and softmax, and KV caches.
+"""FP8 modules with precomputed scales: linear layers, attention's matmuls and softmax, and KV caches.
 
-These modules compute like Intel Neural Compressor's modules on a Gaudi: operands are cast, results are scaled back in
-the model's dtype, and a bias is added afterwards. QUANT_CONFIG and --kv-cache-dtype use the same modules for caches.
+These modules compute the same results as Intel Neural Compressor's modules on a Gaudi: they cast the operands, scale
+the result back in the model's dtype, and then add the bias. The modules for KV caches are used for QUANT_CONFIG and for
+--kv-cache-dtype.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def kv_range(fp8_range: str | None) -> str:
 
 
 class Cast(nn.Module):
-    """A module that casts to e4m3 with a scale and then casts back."""
+    """A module that rounds values by casting them to e4m3 with a scale and back."""
 
     scale: torch.Tensor
     inverse: torch.Tensor
@@ -48,7 +49,7 @@ class Cast(nn.Module):
 
 
 class CalibratedLinear(nn.Module):
-    """An FP8 `quant_method` that replaces the weight of its own layer."""
+    """A quantization method for one linear layer, which replaces the layer's weight with an FP8 weight."""
 
     weight_scale: torch.Tensor
 
@@ -98,7 +99,12 @@ class Fp8Softmax(Softmax):
 
 class Fp8Cache(VLLMKVCache):
     def __init__(self, scale: torch.Tensor, arithmetic: Arithmetic, dtype: torch.dtype) -> None:
-        """Cast with `scale`, whose shape is [] or [heads, 1], and return blocks in `dtype`, which is the model's."""
+        """Initialize the module.
+
+        Args:
+            scale: The scale of the result, [] or [heads, 1].
+            dtype: The model's dtype, in which the rounded result is returned.
+        """
         super().__init__()
         self.input = Cast(scale, arithmetic)
         self._dtype = dtype

@@ -1,6 +1,6 @@
 """The quantization method `dequantized` for vLLM, whose layers match those of an unquantized model.
 
-For every checkpoint with a `quantization_config`, vLLM asks this method first while it creates the configuration.
+While vLLM creates the configuration, it first asks this method whether it handles a checkpoint's `quantization_config`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _VLLMS_NAMES = {
 def _rename(name: str, renaming: WeightsMapper) -> str:
     if name.startswith("re:"):
         return name
-    # Map it as the name of a tensor, because the prefixes in a mapper end with dots.
+    # Map the name as that of a tensor, because the prefixes in a mapper end with dots.
     return str(renaming.map_name(f"{name}.weight")).removesuffix(".weight")
 
 
@@ -49,7 +49,7 @@ class DequantizedConfig(QuantizationConfig):
         self._renamings: list[WeightsMapper] = []
         # vLLM reads this attribute.
         self.kv_cache_scheme = self._written.get("kv_cache_scheme")
-        # vLLM sets this attribute for the whole model in order to split heads among ranks.
+        # vLLM sets this attribute to the number of heads in the whole model, in order to split heads among ranks.
         self.total_num_heads = self._written.get("total_num_heads")
         self.total_num_kv_heads = self._written.get("total_num_kv_heads")
         self._has_scales_by_head = (self.kv_cache_scheme or {}).get("strategy") == BY_HEAD
@@ -85,11 +85,11 @@ class DequantizedConfig(QuantizationConfig):
         return DEQUANTIZED  # unreadable variants are rejected later, with a reason
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
-        # config.json contains the names used in the files, but vLLM asks for layers by their names in the model.
+        # config.json refers to layers by their names in the checkpoint, but vLLM uses their names in the model.
         self._renamings.append(hf_to_vllm_mapper)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        # Import this late, because general plugins are also loaded in processes that do not need layers.
+        # Import layers late, because this module is also imported in processes that do not need them.
         from vllm_gaudi_spec.upstream.layers import Attention, LinearBase, MLAAttention, UnquantizedLinearMethod
 
         if isinstance(layer, LinearBase):

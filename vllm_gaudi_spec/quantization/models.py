@@ -1,4 +1,4 @@
-"""Measures or quantizes loaded models, for QUANT_CONFIG, the drafter's file, and --kv-cache-dtype fp8."""
+"""Measures or quantizes loaded models, according to QUANT_CONFIG and `--kv-cache-dtype fp8`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The quantization settings of a model that is about to be loaded."""
+    """The quantization settings for a model that is about to be loaded."""
 
     quant_config: QuantConfig
     model: str
@@ -87,16 +87,17 @@ def _latent(model: nn.Module) -> Iterator[nn.Module]:
 
 
 _GAUDI2_FACTOR = 2.0
-"""Scales in checkpoints assume e4m3 values up to 448, but the maximum on a Gaudi 2 is 240. Doubling a scale preserves
-larger values, as for weights (quirk Q02), and takes one bit of precision from values below 1/32 of the scale. A scale
-of 1 is not doubled, because it does not come from measured values."""
+"""The factor by which KV scales from checkpoints are multiplied on a Gaudi 2. These scales assume e4m3 values up to
+448, but the maximum on a Gaudi 2 is 240. Doubling them keeps the largest values in range, as for weights (quirk Q02),
+and costs values below 1/32 of the scale one bit of precision. A scale of 1 is not doubled, because it was not
+measured."""
 
 
 def quantize_kv(vllm_config: VllmConfig, backend: DeviceBackend, model: str, others: Collection[str]) -> None:
-    """Quantize the KV of the layers loaded last for --kv-cache-dtype fp8, using the checkpoint's scales.
+    """Quantize the KV caches of a newly loaded model with the checkpoint's scales, for `--kv-cache-dtype fp8`.
 
-    Keys and values are cast to e4m3 when they are written and scaled back when they are read, by the same modules that
-    QUANT_CONFIG uses. Layers whose caches are already quantized by QUANT_CONFIG keep those caches.
+    Keys and values are cast to e4m3 when they are written and scaled back when they are read. This uses the same
+    modules as QUANT_CONFIG. Caches that QUANT_CONFIG has already quantized are not changed.
 
     Args:
         model: The model's name, for use in messages.

@@ -1,4 +1,4 @@
-"""Linear methods for layers whose weights stay quantized, as in the checkpoint."""
+"""Linear methods for layers whose weights stay quantized as in the checkpoint."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from vllm_gaudi_spec.upstream.layers import (
     replace_parameter,
 )
 
-# Added to scales because a padding row contains only zeros, and 0 / 0 would be NaN.
+# This is added to the scales of inputs, because a padding row contains only zeros, and 0 / 0 would be NaN.
 _SMALLEST = 1e-8
 _NOT_LOADED = torch.finfo(torch.float32).min  # vLLM's initial value for scales
 _IN_WORD = 8
 _ROWS_AT_ONCE = 4096
-"""Number of rows to quantize at a time, which limits the float32 copies of a large matrix in host memory."""
+"""The number of rows to quantize at a time, so that the float32 copy of a large matrix does not fill the host's
+memory."""
 
 
 class Fp8Linear(LinearMethodBase):
@@ -55,7 +56,7 @@ class Fp8Linear(LinearMethodBase):
         layer.register_parameter("weight_scale", scale)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        # This runs on the host, where e4m3 values outside the card's range are still finite (quirk Q03).
+        # Do this on the host, where e4m3 values outside the card's range are finite (quirk Q03).
         weight_NK, scale_N = layer.weight.data, layer.weight_scale.data.squeeze(1)
         if bool((scale_N == _NOT_LOADED).any()):
             raise RuntimeError(f"{self._prefix} is kept in FP8, but its checkpoint has no FP8 weight for it.")
@@ -92,7 +93,12 @@ class Uint4Linear(LinearMethodBase):
     """A linear method for weights in 4-bit integers, which an operator of the device converts at each step."""
 
     def __init__(self, *, convert: Callable[[Words, torch.dtype], torch.Tensor], group_size: int, prefix: str) -> None:
-        """Convert weights with `convert`. `group_size` is the number of inputs that share a scale."""
+        """Initialize the method.
+
+        Args:
+            convert: A function that converts a packed weight to the given dtype.
+            group_size: The number of inputs that share a scale.
+        """
         self._convert, self._group_size, self._prefix = convert, group_size, prefix
 
     def create_weights(
@@ -107,7 +113,8 @@ class Uint4Linear(LinearMethodBase):
     ) -> None:
         num_inputs, num_outputs = input_size_per_partition, sum(output_partition_sizes)
         if num_inputs % self._group_size or any(size % _IN_WORD for size in output_partition_sizes):
-            # This rank's shard begins or ends inside a group or word. With this method, it is dequantized.
+            # This rank's shard begins or ends inside a group or word. This method makes the loader dequantize the
+            # weight.
             layer.quant_method = UnquantizedLinearMethod()
             layer.quant_method.create_weights(
                 layer,

@@ -1,4 +1,4 @@
-"""FP8 copies of a drafter's output matrices (`draft_lm_head_quantization`). The target verifies with the originals."""
+"""FP8 copies of a drafter's output matrices (`draft_lm_head_quantization`). The target uses the original matrices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Fp8Copy(nn.Module):
 
 
 def quantize_output_matrices(model: Any, weights: Any, name: str) -> None:
-    """Make a drafter compute logits from FP8 copies of its output matrices, which may belong to its target."""
+    """Make a drafter compute logits with FP8 copies of its output matrices. The originals may belong to its target."""
     modules = model.named_modules(remove_duplicate=False)
     matrices = {one for path, one in modules if path.endswith("head") and isinstance(one, VocabParallelEmbedding)}
     if not matrices or any(matrix.weight.dim() != 2 or matrix.weight.itemsize == 1 for matrix in matrices):

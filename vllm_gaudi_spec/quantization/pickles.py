@@ -13,7 +13,7 @@ from typing import IO, cast
 import numpy as np
 from numpy.lib import format as npy
 
-# Calls that are needed for an object array, in every format that NumPy writes.
+# The calls in pickles of object arrays, in all formats that NumPy writes.
 _OF_ARRAYS = {
     *(
         f"{module}.{name}"
@@ -26,7 +26,7 @@ _TEXTS = {"UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 _STORES = {"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"}
 _FETCHES = {"GET", "BINGET", "LONG_BINGET"}
 _NAMES = {"GLOBAL", "INST"}
-# Objects that would be provided by the program that unpickles the file.
+# Opcodes for objects that the unpickling program provides.
 _OUTSIDE = {"EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID"}
 _MARKS = {"PROTO", "FRAME"}
 
@@ -45,7 +45,8 @@ def list_foreign_calls(member: IO[bytes]) -> Iterator[str]:
 
 
 def list_calls(pickled: bytes) -> Iterator[str]:
-    """Yield the dotted names of all calls. If a name is computed, the result is a text that is not a valid name."""
+    """Yield the dotted names of all calls. If a name is computed during unpickling, an invalid name is yielded
+    instead."""
     texts: list[object] = []  # the strings on top of the stack
     memo: dict[int, object] = {}
     for operation, argument, _ in pickletools.genops(pickled):

@@ -1,6 +1,7 @@
-"""Quantizes models without Intel Neural Compressor (INC), on the CPU and on the emulated Gaudi.
+"""Simulates Intel Neural Compressor (INC), which requires a real Gaudi, on the CPU and on the emulated Gaudi.
 
-It selects the same modules as INC, by name and class, and uses the same files. `calibration/` measures the modules.
+The simulation selects the same modules as INC, by name and class, and uses the same files. The code that measures
+modules is in `calibration/`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ CACHE_OF = {"matmul_qk": "k_cache", "matmul_av": "v_cache"}
 
 Measure = Callable[[nn.Module, QuantConfig, LoadContext], Measuring]
 measure: Measure | None = None
-"""Function that measures a model, which `calibration/` sets in the worker processes of its engine."""
+"""The function that measures a model. `calibration/` sets it in the worker processes of its engine."""
 
 
 class Found(NamedTuple):
@@ -72,7 +73,7 @@ def find_modules(model: nn.Module, quant_config: QuantConfig, apart: Collection[
 def apply(
     model: nn.Module, quant_config: QuantConfig, load_context: LoadContext, arithmetic: Callable[[float], Arithmetic]
 ) -> Measuring | None:
-    """Implement `Weights.quantize`. The argument of `arithmetic` is the maximum e4m3 value."""
+    """Implement `Weights.quantize`. `arithmetic` takes the maximum e4m3 value and returns the FP8 arithmetic to use."""
     try:
         if quant_config.measures:
             if measure is None:
@@ -90,7 +91,7 @@ def quantize(
     load_context: LoadContext,
     arithmetic: Callable[[float], Arithmetic],
 ) -> None:
-    """Replace modules of a model with FP8 modules that use the scales in the model's files."""
+    """Replace modules of a model with FP8 modules that use the scales in the model's scale files."""
     prefix = quant_config.dump_stats_path
     record = files.read_world(prefix, load_context.world, quant_config.scale_method)[load_context.rank]
     loaded = fingerprint(load_context.model) if record.model else ""

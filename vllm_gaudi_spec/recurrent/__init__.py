@@ -1,1 +1,1 @@
-"""Layers with a recurrent state: vLLM's layers, their states, and how these states follow the target."""
+"""Support for layers with a recurrent state, such as Mamba and gated delta nets, together with speculation."""

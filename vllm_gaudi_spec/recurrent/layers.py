@@ -1,7 +1,7 @@
 """vLLM's recurrent layers with our implementation of their recurrences. Importing this module registers the layers.
 
 Parameters, weight loading, projections, and norms come from vLLM. `LayerState.follow` replaces the Triton, CUDA, or C++
-kernels between projections. Letters are the same as in `scans.py`; D: key heads; S: Mamba state size.
+kernels between the projections. Dimensions have the same letters as in `scans.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RecurrentLayer:
 
     prefix: str
     state: LayerState
-    """Set before the first forward pass."""
+    """The layer's states for all requests, which must be set before the first forward pass."""
 
     def layer_shape(self) -> LayerShape:
         raise NotImplementedError
@@ -39,13 +39,14 @@ class RecurrentLayer:
     def recur(
         self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor | None, is_real_BQ: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the layer's recurrence (`Recurrence`). This method is never called for a layer without a state."""
+        """Compute the layer's recurrence, as described at `Recurrence`. Layers without a state do not implement it."""
         raise NotImplementedError
 
     def follow(self, inputs_TC: torch.Tensor, gates_TG: torch.Tensor | None, conv: Any) -> torch.Tensor:
-        """Return outputs [T, ...] for the tokens of a forward pass.
+        """Apply the convolution and the recurrence to the tokens of a forward pass, and return the outputs [T, ...].
 
-        `conv` is the vLLM module with the parameters of the convolution.
+        Args:
+            conv: The vLLM module that contains the weight and bias of the convolution.
         """
         call: StateCall = get_forward_context().attn_metadata[self.prefix]
         inputs_BQC = call.unflatten(inputs_TC)
@@ -59,13 +60,13 @@ def _zero_padding(tensor: torch.Tensor, is_real_BQ: torch.Tensor) -> torch.Tenso
 
 
 def _split_heads(tensor: torch.Tensor, groups: int, num_heads: int) -> torch.Tensor:
-    """Reshape [B, Q, groups * size] to [B, Q, H, size], where each group is used for several heads."""
+    """Reshape [B, Q, groups * size] to [B, Q, H, size]. Each group is repeated for several heads."""
     tensor = tensor.unflatten(-1, (groups, 1, -1))
     return tensor.expand(*tensor.shape[:-2], num_heads // groups, -1).flatten(2, 3)
 
 
 class DeltaNet(RecurrentLayer):
-    """Gated delta nets with one decay per head."""
+    """Mixin for gated delta nets with one decay per head."""
 
     conv_dim: int
     conv_kernel_size: int
@@ -80,7 +81,7 @@ class DeltaNet(RecurrentLayer):
     dt_bias: torch.Tensor
     get_state_dtype: Callable[[], tuple[torch.dtype, ...]]
     allow_neg_eigval = False
-    """Whether beta may be as large as 2, so that an update can change the sign of the value that a key reads."""
+    """Whether beta ranges up to 2 instead of 1, so that an update can change the sign of the value that a key reads."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()
@@ -119,7 +120,7 @@ class DeltaNet(RecurrentLayer):
 # Register the layer under the class that vLLM's models instantiate.
 @QwenGatedDeltaNetAttention.register_oot
 class GatedDeltaNet(DeltaNet, QwenGatedDeltaNetAttention):
-    """The layer in Qwen3-Next and in Qwen3.5's text model."""
+    """The recurrent layer in Qwen3-Next and in the text model of Qwen3.5."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         qkvz, _ = self.in_proj_qkvz(hidden_states)
@@ -136,7 +137,7 @@ class GatedDeltaNet(DeltaNet, QwenGatedDeltaNetAttention):
 
 @OlmoHybridGatedDeltaNetAttention.register_oot
 class OlmoDeltaNet(DeltaNet, OlmoHybridGatedDeltaNetAttention):
-    """The layer in OLMo Hybrid."""
+    """The recurrent layer in OLMo Hybrid."""
 
     def forward(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
         sizes = [self.conv_dim // self.tp_size, self.value_dim // self.tp_size]
@@ -149,7 +150,7 @@ class OlmoDeltaNet(DeltaNet, OlmoHybridGatedDeltaNetAttention):
 
 @KimiGatedDeltaNetAttention.register_oot
 class KimiDeltaAttention(RecurrentLayer, KimiGatedDeltaNetAttention):
-    """The layer in Kimi Linear, in which each key component has its own decay."""
+    """The recurrent layer in Kimi Linear. Each component of a key has its own decay."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()
@@ -164,7 +165,7 @@ class KimiDeltaAttention(RecurrentLayer, KimiGatedDeltaNetAttention):
         )
 
     def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Ignore `positions`, because `RecurrentStates` tracks them."""
+        """Return the layer's output. `positions` is not used, because `RecurrentStates` tracks positions."""
         sizes = [3 * self.local_projection_size, self.local_num_heads, self.head_dim]
         qkv, beta, decay = self.in_proj_qkvgfab(hidden_states)[0].split(sizes, dim=-1)
         gates = torch.cat((beta, self.f_b_proj(decay)[0]), dim=-1)
@@ -195,13 +196,13 @@ class KimiDeltaAttention(RecurrentLayer, KimiGatedDeltaNetAttention):
 
 
 def _normalize(tensor: torch.Tensor) -> torch.Tensor:
-    """Normalize to unit length in the same way as the kernels that were used to train the models."""
+    """Normalize vectors to unit length, with the same epsilon as the kernels with which the models were trained."""
     return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6)
 
 
 @MambaMixer2.register_oot
 class Mamba2(RecurrentLayer, MambaMixer2):
-    """The layer in Granite 4, Nemotron-H, and Falcon-H1."""
+    """The recurrent layer in Granite 4, Nemotron-H, Falcon-H1, and other models that use Mamba 2."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()
@@ -243,7 +244,7 @@ class Mamba2(RecurrentLayer, MambaMixer2):
 
 @MambaMixer.register_oot
 class Mamba1(RecurrentLayer, MambaMixer):
-    """The layer in Jamba and other Mamba 1 models, which computes gates from the outputs of the convolution."""
+    """The recurrent layer in Jamba and other models that use Mamba 1. It computes gates from the convolved inputs."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()
@@ -273,7 +274,7 @@ class Mamba1(RecurrentLayer, MambaMixer):
 
 @ShortConv.register_oot
 class ShortConvolution(RecurrentLayer, ShortConv):
-    """The layer in LFM2."""
+    """The short convolution in LFM2, which has no recurrent state apart from its inputs."""
 
     def layer_shape(self) -> LayerShape:
         (dtype,) = self.get_state_dtype()

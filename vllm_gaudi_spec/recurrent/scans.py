@@ -1,4 +1,4 @@
-"""Recurrences over padded batches, using torch operations with static shapes. Loop lengths do not depend on values.
+"""Recurrences over padded batches, computed with torch operations. Shapes and loop lengths do not depend on values.
 
 B  rows      Q  positions         C  convolution channels   W  convolution taps     L  positions per chunk
 H  heads     K  key size          V  value size             G  gates per token      N  chunks
@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 _CHUNK = 64
-"""The maximum number of positions computed at once, in matrices of this size. It must be a power of two."""
+"""The maximum number of positions that are computed at once with matrix products. It must be a power of two."""
 
 
 def convolve(
@@ -43,9 +43,9 @@ def scan(
     """Return what each position reads from the state, [B, Q, H, V], and the state after the last position, in float32.
 
     At each position, the state is multiplied by exp(decay), the outer product of key and value is added, and the query
-    reads the state. D is 1, or K if each component of a key has its own decay. With `beta` (the delta rule), the value
-    is replaced by beta times the difference between the value and what the key reads. A position with decay 0 and value
-    (or beta) 0 leaves the state unchanged.
+    reads the state. D is 1, or K if each component of a key has its own decay. If `beta_BQH` is given (the delta rule),
+    beta times the difference between the value and what the key reads from the state is added instead of the value. A
+    position leaves the state unchanged if its decay is 0 and its value or beta is 0.
     """
     num_queries = query_BQHK.shape[1]
     length = min(_CHUNK, 1 << (num_queries - 1).bit_length())
@@ -88,8 +88,8 @@ def scan(
 
 
 Products = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Computes the dot product of each position in the first tensor with each position up to it in the second, times the
-decay between both. The result is 0 for later positions. Maps two tensors [B, N, H, L, K] to [B, N, H, L, L]."""
+"""A function that maps two tensors [B, N, H, L, K] to [B, N, H, L, L]: the dot product of each position in the first
+tensor with each position in the second, times the decay between the two. Products with later positions are 0."""
 
 
 def _decay_per_head(since_BNHL1: torch.Tensor) -> Products:
@@ -101,11 +101,12 @@ def _decay_per_head(since_BNHL1: torch.Tensor) -> Products:
 
 
 def _decay_per_number(since_BNHLK: torch.Tensor) -> Products:
-    """Return `Products` with a separate decay for each component of the key.
+    """Return a `Products` function for decays that differ between the components of a key.
 
-    Storing L x L x K decays would take too much memory, and exp(since) times exp(-since) would overflow. Instead, pairs
-    of diagonal blocks are merged into larger blocks. In the off-diagonal block of each pair, decays are split at the
-    end of the first diagonal block.
+    Storing L x L x K decays would take too much memory, and factoring them into exp(since) and exp(-since) would
+    overflow. Instead, the result is built from the diagonal: pairs of diagonal blocks are merged into larger blocks. In
+    the off-diagonal block of a pair, each decay is the product of the decays before and after the boundary of the two
+    blocks.
     """
 
     def products(left_BNHLK: torch.Tensor, right_BNHLK: torch.Tensor) -> torch.Tensor:
@@ -133,7 +134,7 @@ def _join_blocks(first: torch.Tensor, below: torch.Tensor, second: torch.Tensor)
 
 
 _SHORT_CHUNK = 16
-"""The same limit for recurrences that need C x K elements for each position and row."""
+"""Like `_CHUNK`, but for `scan_each`, which stores C x K elements for each position."""
 
 
 def scan_each(
@@ -144,10 +145,10 @@ def scan_each(
     rate_CK: torch.Tensor,
     state_BCK: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the value that each position reads, [B, Q, C], and the state after the last position, in float32.
+    """Return what each position reads from the state, [B, Q, C], and the state after the last position, in float32.
 
-    Each component of the state has its own decay: at each position, the component is multiplied by exp(step x rate),
-    step x value x key is added, and the query reads the component. A position with step 0 leaves the state unchanged.
+    Each element of the state has its own decay. At each position, the element is multiplied by exp(step x rate), and
+    step x value x key is added. The query then reads the state. A position with step 0 leaves the state unchanged.
     """
     num_queries = query_BQK.shape[1]
     length = min(_SHORT_CHUNK, 1 << (num_queries - 1).bit_length())
@@ -181,9 +182,9 @@ def _later(tensor_BLCK: torch.Tensor, positions: int, first: float) -> torch.Ten
 def _invert_unit_triangular(strict_LL: torch.Tensor) -> torch.Tensor:
     """Invert the sum of I and a strictly lower triangular matrix [..., L, L], where L is a power of two.
 
-    Inverted diagonal blocks are merged in pairs, so that the block size doubles each time. With powers of the matrix,
-    fewer matmuls would be needed, but for similar keys these powers grow like binomial coefficients, and all digits of
-    float32 would be lost.
+    The inverses of diagonal blocks are merged in pairs, so that the block size doubles in each iteration. A sum of
+    matrix powers would need fewer matmuls, but for similar keys these powers grow like binomial coefficients, so that
+    float32 would lose all significant digits.
     """
     blocks, belows = strict_LL.flatten(0, -3), []  # [M, size, size]
     while (half := blocks.shape[-1] // 2) > 0:

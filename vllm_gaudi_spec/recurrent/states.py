@@ -1,11 +1,12 @@
-"""The recurrent states of requests, which exclude tokens whose acceptance is still undecided.
+"""The recurrent states of requests. They do not include tokens that may still be rejected.
 
 The state of a row belongs to a position in the row's text. A prompt chunk advances the state to the end of the chunk. A
-decode whose drafts may be rejected leaves the state unchanged and stores its inputs separately. The row's next forward
-pass begins at the first token that was not accepted, so the device knows how many stored inputs it must apply to the
-state first. As a result, there is one state per row rather than one per draft, and no step waits for the host.
+decode with drafts leaves the state unchanged and stores its inputs separately, as pending tokens. The row's next
+forward pass starts after the last accepted token, which tells the device how many pending tokens to apply to the state
+first. As a result, there is one state per row rather than one per draft, and no step waits for the host.
 
-Letters are the same as in `scans.py`; R: rows in the request state; P: pending tokens (k + 1 with drafts, 0 without).
+Dimensions have the same letters as in `scans.py`. R: rows in the request state. P: pending tokens (k + 1 with drafts, 0
+without).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vllm_gaudi_spec.recurrent.scans import convolve
 
 
 class LayerShape(NamedTuple):
-    """The state that a layer stores for each row."""
+    """The shapes and dtypes of what a layer stores for each row."""
 
     num_channels: int
     """The number of convolution channels."""
@@ -31,7 +32,7 @@ class LayerShape(NamedTuple):
     """The number of gates per token in addition to the convolved inputs, or 0 if there are none or they are computed
     from the inputs."""
     state: tuple[int, ...]
-    """Empty for a layer that consists of only a convolution."""
+    """The shape of the recurrent state, which is empty for a layer that consists only of a convolution."""
     dtype: torch.dtype
     """The dtype of inputs and gates."""
     state_dtype: torch.dtype
@@ -50,25 +51,26 @@ the state before these positions to the outputs [B, Q, ...] and the state after 
 
 
 class LayerState:
-    """The states of a layer for all rows. Each tensor is always written as a whole and never through a view."""
+    """The states of a layer for all rows. The tensors are never written through views."""
 
     def __init__(self, shape: LayerShape, num_rows: int, num_pending: int, device: torch.device) -> None:
         self._num_before = shape.num_taps - 1
         self._num_pending = num_pending
         width = self._num_before + num_pending
         self.inputs_RWC = torch.zeros(num_rows, width, shape.num_channels, dtype=shape.dtype, device=device)
-        """Inputs of the convolution: those before the row's position, followed by pending inputs."""
+        """The inputs of the convolution: the last ones before the row's position, followed by those of pending
+        tokens."""
         self.gates_RPG: torch.Tensor | None = None
-        """Gates of pending tokens, or None for a layer that computes gates from its inputs."""
+        """The gates of pending tokens, or None for a layer that computes gates from its inputs."""
         self.state: torch.Tensor | None = None
-        """The state before the pending tokens, or None for a layer that consists of only a convolution."""
+        """The state before the pending tokens, or None for a layer that consists only of a convolution."""
         if shape.num_gates:
             self.gates_RPG = torch.zeros(num_rows, num_pending, shape.num_gates, dtype=shape.dtype, device=device)
         if shape.state:
             self.state = torch.zeros(num_rows, *shape.state, dtype=shape.state_dtype, device=device)
 
     def copy_rows(self, sources_N: torch.Tensor, targets_N: torch.Tensor) -> None:
-        """Copy rows except for their gates, which belong to pending tokens. These rows must not have pending tokens."""
+        """Copy rows that have no pending tokens. Their gates are not copied, because only pending tokens have gates."""
         for tensor in (self.inputs_RWC, self.state):
             if tensor is not None:
                 _write(tensor, targets_N, tensor.index_select(0, sources_N))
@@ -82,8 +84,9 @@ class LayerState:
         bias_C: torch.Tensor | None,
         recurrence: Recurrence,
     ) -> torch.Tensor:
-        """Return the layer's outputs [B, Q, ...] for a padded batch, or of the convolution if there is no state."""
-        # Matmuls combine the positions of a row, so NaN from a rejected draft would reach earlier positions.
+        """Update the states with a padded batch, and return the outputs [B, Q, ...] of the recurrence, or of the
+        convolution if there is no recurrent state."""
+        # Matmuls combine the positions of a row, so NaN from a rejected draft would spread to earlier positions.
         inputs_BQC, gates_BQG = finite(inputs_BQC), None if gates_BQG is None else finite(gates_BQG)
         inputs_BWC = _zero_if(call.starts_B == 0, self.inputs_RWC.index_select(0, call.rows_B))
         # Accepted pending inputs precede the first new input.
@@ -110,7 +113,7 @@ class LayerState:
         bias_C: torch.Tensor | None,
         recurrence: Recurrence,
     ) -> torch.Tensor:
-        """Return the states of the rows before a batch, after applying accepted pending tokens."""
+        """Return the rows' states before the batch, which include accepted pending tokens."""
         assert self.state is not None
         state = _zero_if(call.starts_B == 0, self.state.index_select(0, call.rows_B).float())
         if not self._num_pending:
@@ -122,7 +125,7 @@ class LayerState:
 
 
 class RecurrentStates:
-    """The recurrent states of a model's layers, and the text position that the states of each row have reached."""
+    """The recurrent states of all layers in a model, and the text position of each row's states."""
 
     def __init__(
         self, layers: Sequence[tuple[str, LayerShape]], *, num_rows: int, num_pending: int, device: torch.device
@@ -159,7 +162,8 @@ class RecurrentStates:
         self._positions_R.index_copy_(0, call.rows_B, positions_B.int())
 
     def copy_rows(self, sources_N: torch.Tensor, targets_N: torch.Tensor) -> None:
-        """Copy rows without pending tokens: rows whose last forward pass was a prompt chunk, or copies of such rows."""
+        """Copy rows that have no pending tokens, because their last forward pass was a prompt chunk, or copies of
+        them."""
         for layer in self.by_layer.values():
             layer.copy_rows(sources_N, targets_N)
         self._positions_R.index_copy_(0, targets_N, self._positions_R.index_select(0, sources_N))

@@ -57,7 +57,7 @@ def filter_logits(
 
 
 def apply_min_p(logits_BQV: torch.Tensor, min_p_B: torch.Tensor) -> torch.Tensor:
-    """Mask tokens less likely than `min_p` times the most likely token. 0 disables the filter (log 0 is -inf)."""
+    """Mask tokens whose probability is less than `min_p` times that of the most likely token. 0 disables the filter."""
     floor = logits_BQV.amax(-1, keepdim=True) + min_p_B.log()[:, None, None]
     return logits_BQV.masked_fill(logits_BQV < floor, NEG_INF)
 

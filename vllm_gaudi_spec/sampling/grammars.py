@@ -38,7 +38,7 @@ def read_grammars(output: GrammarOutput, scheduled: SchedulerOutput) -> dict[str
 
 class GrammarInputs(NamedTuple):
     masks_BQW: torch.Tensor
-    """int32, or [N, 1, W] if the sampling pass lists positions."""
+    """int32 bitmasks. The shape is [N, 1, W] if the sampling pass lists positions."""
     bounds_2B: torch.Tensor
     """int32: in the first row, the number of drafts that each grammar allows; in the second, 1 for rows without a
     grammar and 0 for others."""

@@ -20,7 +20,7 @@ NEG_INF = float("-inf")
 
 
 class Penalties(NamedTuple):
-    """Penalties for B rows or N positions."""
+    """The penalties of B rows, or of N listed positions."""
 
     presence_B: torch.Tensor
     frequency_B: torch.Tensor

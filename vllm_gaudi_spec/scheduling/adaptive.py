@@ -107,13 +107,14 @@ _VARIANCE_SMOOTHING = 1 / 16
 """Weight of each step in the running variance."""
 _DOUBT = 1 / 3072
 """Fraction by which each step shortens the estimates for all other choices, divided by the number of steps in their
-means. Every choice is thus eventually tried again, because the machine may have been busy when it was measured."""
+means. As a result, every choice is eventually tried again, in case the machine was busy when the choice was
+measured."""
 _FORGET_STEPS = 1 / 1024
-"""Fraction by which each step reduces the number of steps in the means of all other choices."""
+"""Fraction by which each step reduces the weight, in steps, of the means of all other choices."""
 _OUT_OF_DATE = 0.5
 """Number of steps in a mean below which the choice must be measured again."""
 _WORTH_A_CHANGE = 1.02
-"""Minimum speedup for which another choice is made."""
+"""Minimum expected speedup at which the choice is changed."""
 _UNKNOWN = 1e-6
 """Assumed seconds per step for choices that warm-up did not measure, short enough for each of them to be tried."""
 

@@ -256,7 +256,7 @@ class _Speculating(Scheduler):
         return max(0, min(requested, request.max_tokens - request.num_output_tokens - 2))
 
     def _limit_drafts(self, scheduled: SpecSchedulerOutput, max_drafts: int, reason: str) -> None:
-        """Limit the number of drafts per row after the step. If `max_drafts` is 0, `reason` is the reason for it."""
+        """Limit the number of drafts per row after the step. `reason` explains a limit of 0."""
         scheduled.num_spec_tokens_to_schedule, scheduled.skip_reason = max_drafts, reason
         for req_id in self._sampling_requests(scheduled):
             # With async scheduling, a request already has placeholders for its next drafts, in a list shared between

@@ -1,4 +1,4 @@
-"""The self-test, which checks the engine's assumptions on the device itself before anything is served.
+"""The self-test, which verifies the engine's assumptions about a device by running code on it at startup.
 
-In reports, the names of its graphs start with `self_test_`.
+The names of the graphs that it captures start with `self_test_` in reports.
 """

@@ -1,7 +1,7 @@
-"""Checks that compare attention over paged KV with float64 on the host, and checks of KV writes next to padding.
+"""Checks that compare attention over paged KV with float64 results from the host, and checks of KV writes.
 
-Rows have different lengths and end before, at, and after block boundaries. Slots that belong to no row contain such
-large values that a query that attends to them gets a clearly wrong result.
+Rows have different lengths and end before, at, and after block boundaries. Slots that do not belong to any row contain
+such large values that a query that attends to them gets a clearly wrong result.
 """
 
 from __future__ import annotations
@@ -35,28 +35,29 @@ if TYPE_CHECKING:
 
 _HEADS, _KV_HEADS, _HEAD_SIZE = 8, 2, 128
 _VERIFY_QUERIES = 4
-# The first lengths are close to the one after which an NPU kernel skipped keys, although with other arguments (quirk
-# A01). The last length is near the end of a block table.
+# The lengths of long rows. The first ones are close to the length after which an NPU kernel skipped keys, although with
+# different arguments (quirk A01). The last one is near the end of a block table.
 _LONG = (511, 512, 513, 4095)
 _WINDOW = 300
-# A chunk of this many queries follows as many keys. With certain unpublished masks and lengths, fused attention on a
-# Gaudi 3 corrupts all head groups except the first (quirk A31). Comparing every query would take too long.
+# The number of queries in a long prompt chunk, which follows as many keys. With some masks and lengths that were not
+# published, fused attention on a Gaudi 3 corrupts all head groups except the first (quirk A31). Comparing every query
+# would take too long.
 _LONG_CHUNK = 1024
 _COMPARED_EACH = 61
-# A single scale for all heads, and one scale per head. The scales are powers of two, so that e4m3 represents the keys
-# in these checks exactly.
+# The scales of FP8 KV in these checks. They are powers of two, so that e4m3 represents the keys exactly.
 _KV_SCALE = torch.tensor(0.25)
 _KV_SCALES_BY_HEAD = torch.tensor([[0.25], [0.5]])
 # The smallest positive e4m3 value.
 _SMALLEST = 2.0**-9
-# This value is finite in every dtype, and so is a float32 sum of 128 products of such values.
+# The value in slots that must not be read. It is finite in every dtype, and sums of 128 products of it are finite in
+# float32.
 _HUGE = 3e4
-# Tolerances for results of magnitude 1. Inputs are bit-identical, but kernels round scores, weights, and results.
+# The tolerances for results of magnitude 1. Inputs are the same, but kernels round scores, weights, and results.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def check_decode(subject: Subject) -> str:
-    """Check decodes, with one query per row."""
+    """Check decode attention, with one query per row."""
     block = subject.backend.traits.block_size
     ends = [0, block - 2, block + 3, 2 * block - 1]
     decodes = _attend(subject, "decodes", ends, [1] * len(ends), 1, decode=True)
@@ -83,7 +84,7 @@ def check_prompts(subject: Subject) -> str:
 
 
 def check_verify(subject: Subject) -> str:
-    """Check verify steps, with several queries per row, some of which are padding."""
+    """Check attention in verify steps, with several queries per row, some of which are padding."""
     block, queries = subject.backend.traits.block_size, _verify_queries(subject.backend)
     starts = [0, block - 2, block + 3, 2 * block - 1]
     real = [queries, 1, queries - 1, queries // 2]
@@ -92,9 +93,9 @@ def check_verify(subject: Subject) -> str:
 
 
 def check_replays(subject: Subject) -> str:
-    """Check that replays of a single graph give the same results as graphs captured separately for each step.
+    """Check that replays of one graph give the same results as graphs that are captured separately for each step.
 
-    Between replays, rows get more blocks or restart. On an NPU, the host sends length bounds to the graphs.
+    Between replays, rows get longer or start again. On an NPU, this also checks the length bounds from the host.
     """
     block = subject.backend.traits.block_size
     for queries in (1, _verify_queries(subject.backend)):
@@ -117,8 +118,8 @@ def check_replays(subject: Subject) -> str:
 def check_writes(subject: Subject) -> str:
     """Write KV for real positions and padding together, and then check each position separately.
 
-    The key of each position is a unit vector that no other position in the row has, so a query for it returns exactly
-    that position's value. This check works with any cache layout and detects wrong keys as well as wrong values.
+    The key of each position is a unit vector that no other position in its row has, so a query with this vector returns
+    the position's value. This check works with any cache layout and detects both wrong keys and wrong values.
     """
     layer = _Layer(subject, num_blocks=4, num_heads=_KV_HEADS)
     block, queries = layer.spec.block_size, _verify_queries(subject.backend)
@@ -166,7 +167,7 @@ def check_writes(subject: Subject) -> str:
 
 
 def check_fp8_kv(subject: Subject) -> str:
-    """Check that each value is stored as the nearest e4m3 value, or as the maximum if it exceeds the range."""
+    """Check that FP8 KV stores each value as the nearest e4m3 value, or as the maximum if the value is out of range."""
     weights = subject.backend.weights
     if weights.fp8_arithmetic is None:
         raise NotChecked("this device keeps KV in the model's dtype")
@@ -221,7 +222,8 @@ class _Layer:
         fp8: tuple[Arithmetic, torch.Tensor] | None = None,
         window: int | None = None,
     ) -> None:
-        """Allocate a KV cache. `fp8` contains the arithmetic and the scale of FP8 KV."""
+        """Allocate a KV cache. `fp8` contains the arithmetic and the scale for FP8 KV, or is None for unquantized
+        KV."""
         backend = self.backend = subject.backend
         operations: Any = PLAIN
         if fp8 is not None:
@@ -262,7 +264,7 @@ class _Layer:
         self.forget_graphs()
 
     def forget_graphs(self) -> None:
-        """Capture new graphs for attention from now on."""
+        """Discard the captured graphs, so that the next calls capture new ones."""
 
         def self_test_attend(
             starts_B: torch.Tensor,
@@ -308,14 +310,14 @@ class _Layer:
         counts: list[int] | None = None,
         fresh_kv: tuple[torch.Tensor, ...] = (),
     ) -> torch.Tensor:
-        """Return the result on the host as float64.
+        """Compute attention on the device, and return the result on the host as float64.
 
         Args:
             counts: The number of real queries in each prompt chunk. The remaining queries are padding.
-            fresh_kv: Keys and values of the queries, if all queries are at the start of a prompt.
+            fresh_kv: The keys and values of the queries, if the queries are first chunks of prompts.
         """
         memory = self.backend.memory
-        # For decodes, the host knows only upper bounds on the lengths.
+        # The host knows only upper bounds on the lengths of decodes, as in the engine.
         ends = [start + count for start, count in zip(starts, counts or [queries] * len(starts), strict=True)]
         lengths_B = counts_B = None
         if self.backend.traits.needs_host_lengths:
@@ -354,7 +356,7 @@ def _attend_long(subject: Subject, what: str, queries: int) -> str:
 
 
 class _Rows:
-    """Rows with given lengths, followed by a padding row. All slots outside these rows contain huge values."""
+    """Rows with given lengths, followed by a padding row. All other slots contain huge values."""
 
     def __init__(
         self,
@@ -417,7 +419,8 @@ class _Rows:
         return f"{'tables' if self._flat is None else 'lists'} of blocks"
 
     def hide(self, counts: list[int]) -> None:
-        """Replace the first `counts` keys of each row with huge values as well."""
+        """Replace the first `counts` keys of each row with huge values, because no query may attend to them any
+        more."""
         for slots_L, count in zip(self._slots, counts, strict=True):
             hidden = slots_L[: max(count, 0)]
             self.keys_SKD[hidden], self.values_SKD[hidden] = self._huge_SKD[hidden], self._huge_values_SKD[hidden]
@@ -426,7 +429,7 @@ class _Rows:
         self.layer.write(keys_SKD, values_SKD, torch.arange(len(keys_SKD)))
 
     def attend(self, starts: list[int], real: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the queries and their results, including those of padding.
+        """Return the queries and their attention results, including those for padding.
 
         Args:
             real: The number of real queries in each prompt chunk.
@@ -443,10 +446,11 @@ class _Rows:
         return query_BQHD, found.unflatten(0, (rows, queries))
 
     def check(self, what: str, starts: list[int], real: list[int], each: int = 1) -> None:
-        """Check rows with `real` queries after `starts` tokens. Later slots in the rows get huge values.
+        """Check the results for rows with `real` queries after `starts` tokens. Later slots in the rows get huge
+        values.
 
         Args:
-            each: Interval at which the queries of a row are compared.
+            each: The interval of the queries that are compared, or 1 to compare all of them.
         """
         keys_SKD, values_SKD = self.keys_SKD.clone(), self.values_SKD.clone()
         for slots_L, start, count in zip(self._slots, starts, real, strict=True):
@@ -475,7 +479,8 @@ def _exact(
     positions_Q: torch.Tensor,
     window: int | None,
 ) -> torch.Tensor:
-    """Return attention over the L keys of a row as float64 [Q, H, D], causal and within the sliding window."""
+    """Return the exact result for a row with L keys, float64 [Q, H, D]. Attention is causal within the sliding
+    window."""
     group = _HEADS // _KV_HEADS
     keys_LHD, values_LHD = (tensor.double().repeat_interleave(group, 1) for tensor in (keys_LKD, values_LKD))
     scores = torch.einsum("qhd,lhd->hql", query_QHD.double(), keys_LHD) * _HEAD_SIZE**-0.5

@@ -47,12 +47,12 @@ def check_captured(subject: Subject) -> str:
 
 
 def check_second_call(subject: Subject) -> str:
-    """Check, with the device's own counter, that later calls to a graph compile nothing."""
+    """Check that only the first calls to a graph compile anything, according to the device's own counter."""
     memory = subject.backend.memory
     counts = [_num_compiled(subject.backend)]
     captured = _captured(subject.backend)
     for seed in range(_STEPS):
-        # Use other sizes than the preceding check, for which graphs are already compiled.
+        # Use different sizes than the preceding check, whose graphs are already compiled.
         step = (tensor[1:] for tensor in _step(subject.backend, seed))
         _on_host(subject, captured(*map(memory.upload, step)))
         subject.backend.graphs.step_done()
@@ -84,7 +84,8 @@ def _num_drafts(backend: DeviceBackend) -> int:
 
 
 def _step(backend: DeviceBackend, seed: int) -> _Step:
-    """Return a step whose rows have 0 to K drafts, some of which are correct. The last row is greedy."""
+    """Return a verify step whose rows have 0 to K drafts, some of which are correct. The last row's request is
+    greedy."""
     num_drafts = _num_drafts(backend)
     logits_BQV = random((_ROWS, num_drafts + 1, _VOCAB), seed) * 3
     temperature_B = torch.ones(_ROWS)

@@ -1,4 +1,4 @@
-"""Checks of copies between host and device, even during other work on the device, and of the reported free memory."""
+"""Checks of copies between host and device, including copies during other work, and of the reported free memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject, rando
 
 _DOWNLOADS = 10_000
 _MIN_DOWNLOADS = 50
-"""The minimum number of copies to the host on a slow device."""
+"""The number of copies to the host that are checked even if the device is slow."""
 _IN_FLIGHT = 8
 _NUMBERS = 64
 _SIZE = 128 << 20
 """The size of an allocation in bytes."""
-# Allocators round sizes up, and other work on the device slightly changes the free memory.
+# The accepted range of the change in free memory, relative to the allocation. Allocators round sizes up, and other work
+# on the device slightly changes the free memory.
 _LEAST, _MOST = 0.5, 2.0
-# The first allocations may reuse memory that torch has kept, for example after self-tests for other dtypes.
+# The number of allocations to try. The first ones may reuse memory that torch has cached, for example in an earlier
+# self-test.
 _ATTEMPTS = 4
 
 
@@ -30,7 +32,7 @@ class _Started(NamedTuple):
 
 
 def check_downloads(subject: Subject) -> str:
-    """Check copies of a counter that a graph overwrites at each step while earlier values are being copied."""
+    """Check copies of a counter to the host, while a graph overwrites the counter in each step."""
     memory, graphs = subject.backend.memory, subject.backend.graphs
     count = graphs.graph(self_test_count)
     counter = memory.upload(torch.zeros(_NUMBERS, dtype=torch.int32))

@@ -16,7 +16,7 @@ _ULPS = 2.0
 
 
 def check_hash(subject: Subject) -> str:
-    """Check the hash in all of its uses, with every shift except the one in `exponential`."""
+    """Check that hashes are bitwise equal to those on the host, in all of their uses."""
     inputs = _hash_inputs()
     found, expected = subject.compute(self_test_hash, *inputs), self_test_hash(*inputs)
     names = "noise of tokens", "uniform noise", "keys of a block"
@@ -49,10 +49,11 @@ def self_test_hash(
 
 
 def check_noise(subject: Subject) -> str:
-    """Check noise against float64, especially the smallest values, which determine the argmax in large vocabularies."""
+    """Compare noise with float64 results, especially for extreme hashes, which determine the argmax in large
+    vocabularies."""
     hashed = _hashes()
     keys_B2, positions_BQ, _, tokens_V = _hash_inputs()
-    # Gumbel noise is checked with the device's own bits, which `check_hash` has verified.
+    # Compute the exact noise from the device's own hashes, which `check_hash` has verified.
     found, bits, gumbel = subject.compute(self_test_noise, hashed, keys_B2, positions_BQ, tokens_V)
     expected = _exponential(hashed)
     ulps = torch.nan_to_num((found.double() - expected).abs() / _last_bit(expected), nan=torch.inf)
@@ -64,7 +65,7 @@ def check_noise(subject: Subject) -> str:
             f"allowed), as of {int((ulps > _ULPS).sum() + ulps.isnan().sum())} of {len(ulps)} hashes"
         )
     exact = -_exponential(bits).log()
-    # The relative error of an exponential value is an absolute error in its logarithm.
+    # A relative error of an exponential value becomes an absolute error of its logarithm, so allow for both.
     off = (gumbel.double() - exact).abs() / (_ULPS * (torch.finfo(torch.float32).eps + _last_bit(exact)))
     worst = int(off.argmax())
     if not off.flatten()[worst] <= 1:
@@ -76,7 +77,7 @@ def check_noise(subject: Subject) -> str:
 
 
 def _hashes() -> torch.Tensor:
-    """Return int32 hashes for the smallest and largest values, powers of two, and values in between."""
+    """Return int32 hashes to check: the smallest and largest ones, powers of two, and some in between."""
     powers = 2 ** torch.arange(32, dtype=torch.int64)
     edges = (powers[:, None] + torch.arange(-4, 5)).flatten().clamp_(0, 2**32 - 1)
     smallest, largest = torch.arange(2048), 2**32 - 1 - torch.arange(2048)

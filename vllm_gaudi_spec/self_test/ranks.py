@@ -11,7 +11,7 @@ import torch
 
 from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject
 
-# The sizes are even, because some releases support only even sizes for small dtypes.
+# The shape of each rank's tensor. Sizes are even, because some releases support only even sizes for small dtypes.
 _SHAPE = (4, 64)
 
 

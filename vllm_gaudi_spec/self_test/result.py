@@ -10,7 +10,7 @@ from vllm_gaudi_spec.environment import SELF_TEST
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
 
-# Features that may depend on a check and that users can disable.
+# Features that rely on some of the checks and that users can disable.
 ASYNC_SCHEDULING = "async scheduling"
 SPECULATION = "speculation"
 KV_IN_FP8 = "KV in FP8"
@@ -18,7 +18,7 @@ KV_FROM_FREE_MEMORY = "a KV cache sized by free memory"
 
 
 class SelfTestError(RuntimeError):
-    """Raised for failed checks. The message states in one line what was measured and what to disable."""
+    """Raised if checks have failed. The message states in one line what was measured and which features to disable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""All checks, in an order in which each check relies only on earlier ones."""
+"""Runs all checks, in an order in which each check relies only on earlier ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.upstream.distributed import GroupCoordinator
 
 _DOWNLOAD_SECONDS = 4.0
-"""The time limit for checking copies to the host, out of ten seconds for the whole self-test."""
+"""The time limit for checking copies to the host. The whole self-test should take about ten seconds."""
 
 
 class Check(NamedTuple):
@@ -122,7 +122,7 @@ def _run(
         status, detail = FAILED, str(error)
     except NotChecked as error:
         status, detail = NOT_CHECKED, str(error)
-    except Exception as error:  # devices may fail in any way, and the remaining checks are still useful
+    except Exception as error:  # a device may raise any exception, and the remaining checks are still useful
         status, detail = FAILED, f"{type(error).__name__}: {in_one_line(error)}"
     return CheckResult(
         name=check.name,

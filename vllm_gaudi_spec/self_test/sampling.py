@@ -8,7 +8,7 @@ from vllm_gaudi_spec.sampling import noise
 from vllm_gaudi_spec.self_test.subject import Failed, Subject, random
 
 _VOCAB = 3000
-"""The number of tokens, which is large enough for several of the blocks that filters sort."""
+"""The vocabulary size. It is large enough that the filters have to sort several blocks."""
 _FILTERS = (
     # min-p, top-k, top-p
     (0.0, _VOCAB, 0.9),
@@ -20,7 +20,7 @@ _FILTERS = (
 )
 _FEW, _ROWS, _POSITIONS = 40, 64, 128
 _SIGMAS = 5.0
-"""The maximum error of a frequency, in standard deviations."""
+"""The maximum deviation of a frequency from its probability, in standard deviations."""
 
 
 def check_sampling(subject: Subject) -> str:
@@ -48,7 +48,8 @@ def _check_filters(subject: Subject) -> str:
 
 
 def make_filter_inputs() -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Return logits [N, V], many of which are equal in every second row, and the filters of each row."""
+    """Return logits [N, V], and the min-p, top-k and top-p values of each row. In every second row, many logits are
+    equal."""
     logits_NV = random((len(_FILTERS), _VOCAB), seed=20) * 3
     logits_NV[::2] = logits_NV[::2].bfloat16().float()
     min_p, top_k, top_p = zip(*_FILTERS, strict=True)
@@ -58,7 +59,7 @@ def make_filter_inputs() -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor
 def keep_by_sort(
     logits_NV: torch.Tensor, min_p_N: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tensor
 ) -> torch.Tensor:
-    """Return the tokens that filters keep, bool [N, V], according to a sort in float64."""
+    """Return the tokens that the filters should keep, bool [N, V], computed with a float64 sort."""
     ordered_NV = logits_NV.double().sort(dim=-1, descending=True).values
     floor_N1 = ordered_NV[:, :1] + min_p_N.double().log()[:, None]
     floor_N1 = torch.maximum(floor_N1, ordered_NV.gather(1, top_k_N.long()[:, None] - 1))

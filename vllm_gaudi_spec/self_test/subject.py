@@ -24,7 +24,7 @@ class NotChecked(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Subject:
-    """The device under test. Checks use only the backend's graphs, copies, and kernels on it."""
+    """The device under test. Checks access it only through the backend's graphs, copies, and kernels."""
 
     backend: DeviceBackend
     dtype: torch.dtype

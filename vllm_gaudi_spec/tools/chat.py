@@ -192,7 +192,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
 
     def ask(self, message: str, show: Callable[[Piece], None]) -> Answer:
-        """Send the message and show the answer. Both join the conversation unless the server rejects it.
+        """Send the message and show the answer. Both are added to the conversation unless the server returns an error.
 
         A KeyboardInterrupt stops the answer both in this process and on the server.
         """

@@ -1,8 +1,8 @@
 """All in-memory patches to vLLM and related libraries.
 
-The docstring of each patch gives its reason and the condition under which it can be removed. The tests in
-tests/unit/upstream/ fail when upstream code that a patch depends on changes. Modules that are not imported here
-re-export vLLM's private names by topic.
+The docstring of each patch states the reason for the patch and the condition under which it can be removed. If upstream
+code that a patch depends on changes, the tests in tests/unit/upstream/ fail. The modules in this folder that are not
+imported here contain no patches. They collect the vLLM names that this plugin imports, by topic.
 """
 
 from collections.abc import Iterable

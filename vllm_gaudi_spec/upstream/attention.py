@@ -15,8 +15,8 @@ def return_attention_outputs(impl_class: type, attend_layer: Callable[..., torch
     """Make attention layers with an implementation of `impl_class` return the tensor computed by `attend_layer`.
 
     Reason: vLLM's layer allocates the output, and the implementation writes to it through a view. HPU graphs do not
-    support in-place writes through views (see the limitations in Intel's HPU Graphs documentation), so vllm-gaudi also
-    replaces this forward method. An output buffer would also be another input that captured graphs keep in memory.
+    support in-place writes through views (see the limitations in Intel's HPU Graphs documentation), so vllm-gaudi
+    replaces this method, too. In addition, the output buffer would be an input that captured graphs keep in memory.
     Remove when: upstream's layer uses the output that its implementation returns.
     """
     from vllm.model_executor.layers.attention.attention import Attention
@@ -47,8 +47,8 @@ def return_attention_outputs(impl_class: type, attend_layer: Callable[..., torch
 def make_mla_layers(layer_class: type) -> None:
     """Make all MLA layers instances of `layer_class`, a subclass of vLLM's class.
 
-    Reason: vLLM's models and its transformers backend refer directly to the layer class, whose forward method expects
-    the metadata of upstream's backends. Unlike the wrapper around it, this class cannot be registered out of tree.
+    Reason: vLLM's models and its transformers backend create instances of the layer class, whose forward method expects
+    the metadata of upstream's backends. A platform cannot register a replacement for this class.
     Remove when: a platform can register an `MLAAttention` subclass.
     """
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention

@@ -1,7 +1,7 @@
 """vLLM's classes and settings for DFlash, DFlash2, and DSpark drafters.
 
-This module breaks if a class or function is renamed, or if the parts of an attention layer are renamed, with which
-`drafting/block.py` projects keys and values.
+This module breaks if a class or function is renamed. `drafting/block.py` also breaks if the parts of an attention layer
+that project keys and values are renamed.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ _V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 def allow_mixed_windows() -> Iterator[None]:
     """Allow drafters that mix layers with and without a sliding window.
 
-    Reason: upstream supports such drafters only in its second runner, because its first runner has one KV cache group
-    per drafter. Our runner has as many groups as the layers need.
+    Reason: upstream supports such drafters only in its second model runner, because its first one has only one KV cache
+    group per drafter. Our runner supports several groups.
     Remove when: `_resolve_layer_attention` asks the platform whether it supports several groups.
     """
     before = envs.__dict__.get(_V2_RUNNER)

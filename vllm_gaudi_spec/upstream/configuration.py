@@ -57,10 +57,10 @@ def describe_drafters() -> None:
     Remove when: vLLM 0.32 is no longer supported. Then also remove `drafting/medusa.py` and its table entry.
 
     If a model has no layers for the method, name the model in the error.
-    Reason: upstream reports "Unsupported speculative method" for methods that it does support, such as mtp.
+    Reason: even for supported methods such as mtp, upstream reports only "Unsupported speculative method".
     Remove when: upstream's error includes the model's name.
 
-    If the drafter is a LoRA adapter, reject it with an error that names the method of such adapters, UNO.
+    If the drafter is a LoRA adapter, state in the error that its drafting method, UNO, is not supported.
     Reason: upstream reports only that the folder has no configuration.
     Remove when: upstream has the method (vllm#55947).
     """
@@ -129,7 +129,7 @@ def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
 
 
 def _share_positions(config: Any) -> None:
-    """Give layers from the target's checkpoint the maximum number of positions that the target has.
+    """Set the maximum number of positions of drafter layers in the target's checkpoint to that of the target.
 
     vLLM reads the configuration of these layers again without --hf-overrides, so drafting would stop at the
     checkpoint's original maximum length (vllm#52873).
@@ -159,7 +159,7 @@ def _read_speculators_format(config: Any) -> None:
 
 
 def _describe_new_lookup(original: Callable[..., Any], config: Any) -> Any:
-    """Make vLLM describe a method of this plugin that has no model as n-gram drafting."""
+    """Let vLLM process a method of this plugin that has no model as if it were n-gram drafting."""
     method, lookup = config.method, (config.prompt_lookup_min, config.prompt_lookup_max)
     config.method, config.model = NGRAM_GPU, config.model or method
     result = original(config)
@@ -251,7 +251,8 @@ def name_nearest_methods(original: Callable[..., Any], args: Any, *more: Any, **
 def read_inc_from_quant_config(original: Callable[..., Any], args: Any, *more: Any, **named: Any) -> Any:
     """Allow `--quantization inc` with only QUANT_CONFIG set.
 
-    Reason: vllm-gaudi requires both. vLLM looks for another file in the checkpoint and fails if this file is missing.
+    Reason: vllm-gaudi requires the option together with QUANT_CONFIG, but vLLM itself looks for a different file in the
+    checkpoint and fails if this file is missing.
     Remove when: upstream's `inc` reads QUANT_CONFIG.
     """
     if args.quantization == "inc" and QUANT_CONFIG.value is not None:
@@ -283,11 +284,10 @@ _ONLY_IN_SECOND_RUNNER = {
 def admit_features_of_second_runner() -> None:
     """Accept block drafters and adaptive verification in the configuration.
 
-    Reason: upstream has two runners, treats a platform's own runner as the first one, and rejects these features for
-    it. It also rejects adaptive verification without its CUDA graphs or with LoRA, because its GPU kernels truncate
-    batches; our runner does not truncate them. Since 0.33, upstream's first runner drops the schedule of drafts by
-    batch size for some methods, and its second runner lowers the target's maximum length to the drafter's; our runner
-    keeps both.
+    Reason: upstream has two model runners. It treats a platform's own runner as the first one, which does not support
+    these features. It also rejects adaptive verification without CUDA graphs or with LoRA, because its GPU kernels
+    truncate batches, which our runner does not do. Since 0.33, upstream also ignores the schedule of drafts by batch
+    size for some methods, or lowers the target's maximum length to that of the drafter, but our runner needs neither.
     Remove when: upstream leaves these checks to the platform.
     """
     from vllm.config import VllmConfig
@@ -316,10 +316,10 @@ def admit_suffix_without_arctic(original: Callable[[], bool]) -> bool:
 
 @patches("vllm.model_executor.models.config:JinaRobertaModelConfig.verify_and_update_model_config")
 def read_positions_of_xlm_roberta(original: Callable[..., None], model_config: Any) -> None:
-    """Treat an `XLMRobertaModel` without `position_embedding_type` in its configuration as having absolute positions.
+    """If the configuration of an `XLMRobertaModel` lacks `position_embedding_type`, assume absolute positions.
 
     Reason: transformers 5 supports only absolute positions and does not write this field. Upstream reads the field to
-    detect Jina's rotary variant and raises AttributeError if it is missing.
+    detect Jina's rotary variant and raises AttributeError if the field is missing.
     Remove when: `JinaRobertaModelConfig` accepts a configuration without the field.
     """
     config = model_config.hf_config
@@ -333,7 +333,8 @@ def keep_layer_types_of_step_mtp(original: Callable[..., None], config: Any, *ar
 
     Reason: upstream truncates the list to the target's layers and then raises IndexError when it looks up the MTP
     layers (vllm-project/vllm#40000).
-    Remove when: vLLM 0.32 is no longer supported, because 0.33 uses the transformers class, which keeps them.
+    Remove when: vLLM 0.32 is no longer supported. Its successor uses the class from transformers, which keeps the
+    types.
     """
     original(config, *args, **named)
     if named.get("layer_types"):
@@ -341,16 +342,15 @@ def keep_layer_types_of_step_mtp(original: Callable[..., None], config: Any, *ar
 
 
 def leave_async_scheduling_to_the_platform() -> None:
-    """Skip vLLM's async scheduling check for every method. `platforms/base.py` makes the decision later.
+    """Skip vLLM's check of whether a method supports async scheduling. `platforms/base.py` makes the decision instead.
 
-    Reason: vLLM rejects `--async-scheduling`, or leaves it off, for methods that its own runner cannot schedule
-    asynchronously. Our runner also supports it with Medusa. With drafters that run on the host, our runner runs steps
-    synchronously and logs this.
+    Reason: vLLM rejects or disables async scheduling for methods with which its own runner does not support it. Our
+    runner also supports it with Medusa. With drafters that run on the host, our runner logs that steps are synchronous.
     Remove when: upstream asks the platform which methods support async scheduling and falls back for other methods.
     """
     from vllm.config import vllm as upstream
 
-    # This list is one of those that the check reads, and it is used nowhere else.
+    # The check skips the methods in this list, which vLLM uses for nothing else.
     upstream.NgramGPUTypes = Literal[tuple(METHODS)]
 
 

@@ -18,7 +18,7 @@ def choose_instruction_set(dtype: torch.dtype, block_size: int, head_size: int) 
 
 
 def has_expert_kernels() -> bool:
-    """Whether kernels exist for at least one expert format. vLLM determines the format while loading a model."""
+    """Whether this CPU has expert kernels for at least one format. vLLM determines the format when it loads a model."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     kernels = [value for name, value in vars(cpu_moe).items() if "CPUExperts" in name]

@@ -1,6 +1,6 @@
-"""Decoder layers for which the CUDA backend has its own kernels.
+"""The decoder layers of vLLM's models that the CUDA backend runs with its own kernels.
 
-This module breaks if the forward method of one of these layers computes something different.
+The CUDA backend breaks if the forward method of one of these layers computes something different.
 """
 
 from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP

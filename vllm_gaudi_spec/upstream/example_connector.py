@@ -14,12 +14,12 @@ from vllm_gaudi_spec.upstream.patching import patches
 def recompute_resumed_requests(
     original: Callable[..., tuple[int | None, bool]], self: Any, request: Any, num_computed_tokens: int
 ) -> tuple[int | None, bool]:
-    """Make the engine compute, rather than load, resumed requests and prompts that exceed whole blocks by one token.
+    """Make the engine recompute the KV of resumed requests, and of prompts that exceed whole blocks by one token.
 
     Reason: after a preemption, upstream looks for a file that contains both prompt and output, but such a file is never
-    stored. For a prompt that exceeds whole blocks by one token, upstream offers one block fewer than it loads. The
-    engine exits if the prefix cache already has that block, or if the prompt has only one token, because the number of
-    offered tokens is then negative.
+    stored. For a prompt that exceeds whole blocks by one token, upstream offers one block less than it loads. The
+    number of offered tokens may therefore be negative, for example for a prompt with one token, and the engine then
+    exits.
     Remove when: `ExampleConnector` rounds lengths consistently and loads only what it has stored.
     """
     if request.num_output_tokens or request.num_prompt_tokens % self._block_size == 1:

@@ -20,7 +20,7 @@ logger = init_logger(__name__)
 def find_flash_attention() -> Callable[..., torch.Tensor] | None:
     """Return vLLM's `flash_attn_varlen_func`, or None if vLLM has no FlashAttention 3 for this GPU.
 
-    FlashAttention 2 starts a kernel instance for each potential sequence, and most of these would have no work.
+    FlashAttention 2 is not used, because it starts instances for every row, and most of them would have no work.
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return None

@@ -1,6 +1,6 @@
-"""vLLM's offloading of KV to host memory, with PyTorch's copies instead of CUDA's.
+"""vLLM's offloading of KV to host memory, using torch operations instead of CUDA copies.
 
-This module breaks if vLLM numbers blocks differently or transfers KV at another point in a step.
+This module breaks if vLLM numbers blocks differently or transfers KV at a different point in a step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class HostOffloadingSpec(CPUOffloadingSpec):
 
 
 class _HostOffloadingWorker(OffloadingWorker):
-    """Copies KV blocks to and from host memory. A copy is complete when its submission returns."""
+    """Copies KV blocks to and from host memory. Copies are synchronous."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, num_blocks: int) -> None:
         self._groups = [[layer.tensor_idx for layer in layers] for layers in kv_caches.group_data_refs]

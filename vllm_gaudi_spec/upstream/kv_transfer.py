@@ -1,6 +1,7 @@
-"""vLLM's KV connectors, and the context manager with which vLLM's second model runner surrounds a step.
+"""vLLM's KV connectors, and the context manager in which vLLM's second model runner executes a step.
 
-This module breaks if connectors are called at another point in a step or look for their layers elsewhere.
+KV transfer breaks if connectors must be called at a different point in a step or find their layers in a different
+place.
 """
 
 from vllm.distributed.kv_transfer import (

@@ -1,7 +1,7 @@
-"""Layers of vLLM's models, and the methods and parameters of linear layers.
+"""Layers of vLLM's models, and the quantization methods and parameters of linear layers.
 
-This module breaks if the constructor or forward method of a layer that we subclass or replace changes, if the interface
-of a method changes, or if a parameter is loaded differently.
+Our subclasses and replacements break if the constructor or forward method of a layer changes, if the interface of a
+quantization method changes, or if parameters are loaded differently.
 """
 
 import torch

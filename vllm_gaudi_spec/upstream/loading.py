@@ -1,4 +1,4 @@
-"""Model loading, and calls to torch.accelerator before and after it."""
+"""Patches for loading models, and for vLLM's calls of torch.accelerator."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ _ACCELERATOR_CALLS = {
 
 
 def answer_accelerator_calls(device_type: str) -> None:
-    """Forward vLLM's calls of `torch.accelerator` to the device's own module, or ignore them on a CPU.
+    """Forward vLLM's calls of `torch.accelerator` to the device's own module, or ignore most of them on a CPU.
 
     Reason: torch's functions need an allocator that the Gaudi bridge and older torch_npu releases do not have
-    ("Allocator for hpu is not a DeviceAllocator"), although torch treats the device as its accelerator. These functions
-    also raise errors on a CPU, and vLLM guards only some of the calls. For this reason, the platform decides, and not
-    `torch.accelerator.is_available()`.
+    ("Allocator for hpu is not a DeviceAllocator"), although torch treats the device as its accelerator. The functions
+    also raise errors on a CPU, and vLLM does not always check `torch.accelerator.is_available()` first.
     Remove when: upstream always calls the platform instead of torch.accelerator.
     """
     import torch
@@ -43,7 +42,7 @@ def answer_accelerator_calls(device_type: str) -> None:
 
 
 def _memory_of_host(*args: Any, **named: Any) -> tuple[int, int]:
-    """Return the host's free and total bytes, from which Gemma 4 derives how many images to encode at once."""
+    """Return the host's free and total memory in bytes. Gemma 4 uses it to decide how many images to encode at once."""
     from vllm.utils.cpu_resource_utils import get_memory_node_info
 
     found = get_memory_node_info()
@@ -54,14 +53,14 @@ def _asking(device_type: str, own_name: str) -> Callable[..., Any]:
     def ask_the_device(*args: Any, **named: Any) -> Any:
         import torch
 
-        # The module is looked up at each call, because it is registered later.
+        # Look up the module in each call, because it is registered after this function is created.
         return getattr(torch.get_device_module(device_type), own_name)(*args, **named)
 
     return ask_the_device
 
 
 def device_type_while_loading(device_type: str | None) -> AbstractContextManager[None]:
-    """Within the context, make models use `device_type` as the platform's device type. None keeps the platform's own.
+    """Return a context in which models see `device_type` as the platform's device type, or its own if it is None.
 
     Reason: the constructors of some models (DeepSeek, MiniCPM) create tensors on `current_platform.device_type`,
     regardless of the device on which the models are loaded. On a Gaudi, weights are loaded on the host, because on the
@@ -91,11 +90,12 @@ def refuse_pickled_weights(
 
 
 def list_unloaded_matrices(unloaded: list[tuple[str, Any]]) -> AbstractContextManager[None]:
-    """Within the context, append to `unloaded` each matrix that a model's checkpoint does not fill, and its module.
+    """Return a context in which the names and modules of matrices that a checkpoint does not fill are added to
+    `unloaded`.
 
     Matrices of integers or FP8 values are not listed.
-    Reason: upstream checks only classes whose `load_weights` returns the names of the loaded weights. For most heads,
-    it returns nothing, and a head whose checkpoint uses other names would draft from uninitialized memory.
+    Reason: upstream checks only classes whose `load_weights` returns the names of the loaded weights, and most heads
+    return nothing. A head whose checkpoint uses different names would draft with uninitialized weights.
     Remove when: `load_weights` returns these names for all head classes.
     """
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -121,10 +121,11 @@ def list_unloaded_matrices(unloaded: list[tuple[str, Any]]) -> AbstractContextMa
 
 
 def read_weights(read: Callable[..., Any]) -> None:
-    """Make vLLM's loader pass `read(tensors, model_config, model)` to a model instead of the tensors from its files.
+    """Make vLLM's loader pass the result of `read(tensors, model_config, model)` to a model instead of `tensors`, the
+    tensors in its files.
 
-    Reason: a quantized checkpoint is dequantized while it is read. A custom loader would require --load-format, which
-    is reserved for the user.
+    Reason: quantized checkpoints are dequantized while they are read. A custom loader would have to be selected with
+    --load-format, which users may need for other purposes.
     Remove when: a vLLM quantization method can change a checkpoint's tensors.
     """
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -148,10 +149,10 @@ def choose_cpu_linears(choose: Callable[..., None]) -> None:
 
 
 def take_kimi_linear_of_plain_layers() -> None:
-    """Make vLLM load the Kimi Linear class that it uses on ROCm.
+    """Make vLLM use the Kimi Linear class that it has for ROCm.
 
-    Reason: vLLM has two classes. The class for all platforms except ROCm and TPU uses CUDA streams and an attention
-    layer based on CUDA kernels. The class for ROCm consists of layers that a platform can replace.
+    Reason: vLLM has two classes for this model. The default class uses CUDA streams and an attention layer based on
+    CUDA kernels. The class for ROCm consists of layers that a platform can replace.
     Remove when: the class that upstream uses for out-of-tree platforms has `MLAAttention`.
     """
     from vllm.models import kimi_k3
@@ -173,8 +174,8 @@ def construct_olmo_hybrid_without_triton(original: Callable[..., None], *args: A
 def load_convolutions_of_olmo_hybrid(original: Callable[..., Any], *sizes: Any, **named: Any) -> Callable[..., None]:
     """Tell OLMo Hybrid's weight loader to which of a layer's three convolutions a weight belongs.
 
-    Reason: upstream stores this information on the tensor, where its linear layers look for it. The loader for the
-    parameter of a convolution instead expects an argument, which it does not get, and raises TypeError.
+    Reason: upstream stores this information as an attribute of the weight, as its linear layers expect. The loader of a
+    convolution, however, expects it as an argument and raises TypeError.
     Remove when: `AutoWeightsLoader` passes the argument, or the loader of the parameter reads it from the tensor.
     """
     load = original(*sizes, **named)

@@ -1,6 +1,6 @@
-"""Layers with adapters, and the managers that load and activate adapters.
+"""vLLM's layers with LoRA adapters, and the managers that load and activate adapters.
 
-This module breaks if the managers store adapters differently. `lora/` contains subclasses of both managers.
+The subclasses of both managers in `lora/` break if the managers store adapters differently.
 """
 
 from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA

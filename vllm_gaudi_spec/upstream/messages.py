@@ -1,4 +1,4 @@
-"""Messages for users: log lines, and the last line of an error."""
+"""Patches for messages to users: log lines, and errors that end a process."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def share_vllm_logging() -> None:
 
 
 def quiet_our_scheduler() -> None:
-    """Suppress vLLM's warning about a custom scheduler class if the class is this platform's.
+    """Suppress vLLM's warning about custom scheduler classes for the schedulers of this plugin.
 
     Reason: for every scheduler class outside vLLM, vLLM warns that async scheduling may be off, but our schedulers
-    support it. vLLM still warns about a class that the user specifies.
+    support it. The warning still appears for a class that the user specifies.
     Remove when: upstream accepts the scheduler class of a platform without a warning.
     """
     logging.getLogger("vllm.config.scheduler").addFilter(_is_not_of_our_scheduler)
@@ -47,11 +47,11 @@ _TWO_PLATFORMS = "Only one platform plugin can be activated"
 def end_errors_with_their_message(
     original: Callable[..., None], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print the message of an uncaught error in one line after the traceback, with a remedy if there are two platform
-    plugins.
+    """Print the message of an uncaught error in one line after the traceback.
 
-    If vLLM cannot run with this installation, print no traceback.
-    Reason: pydantic ends its error messages with a link, and vLLM's message about two plugins suggests no remedy.
+    If vLLM cannot run with this installation, print only the line. If two platform plugins are active, add a remedy.
+    Reason: pydantic ends its error messages with a link, and vLLM's message about two plugins does not suggest a
+    remedy.
     Remove when: upstream's command line reports mistakes of the user without a traceback.
     """
     if not issubclass(kind, UnusableInstallationError):
@@ -65,7 +65,8 @@ def end_errors_with_their_message(
 
 _FAILED = "failed to start."
 _failure_file: Any = None
-"""The file remains open until the next engine starts or this process ends, and is then deleted."""
+"""The file in which an engine that fails to start stores its error. It is deleted when the next engine starts or this
+process ends."""
 
 
 def name_the_cause_of_a_failed_start() -> None:
@@ -94,7 +95,7 @@ def _note_failure(record: logging.LogRecord) -> bool:
     if record.exc_info and record.exc_info[1] and _FAILED in record.getMessage() and path:
         # If there is no space for the file, the log still contains the error.
         with suppress(OSError):
-            # A worker writes the file first, and its engine then only reports that a worker failed.
+            # Keep the first error, because after a worker's error, the engine reports only that a worker failed.
             if not path.stat().st_size:
                 path.write_text(in_one_line(record.exc_info[1]), encoding="utf-8")
     return True

@@ -15,8 +15,8 @@ _FIELD = metrics.STATS_FIELD
 def carry_metrics() -> None:
     """Add the metrics in `metrics.py` to vLLM's, with and without speculation.
 
-    Reason: vLLM's scheduler sends a fixed record to the front end, and loggers use only that record. This patch adds a
-    field, which our schedulers set; vLLM's own metrics do not change.
+    Reason: vLLM's scheduler sends its statistics to the front end in a dataclass, and loggers use only its fields. This
+    patch adds a field, which our schedulers set.
     Remove when: upstream lets a platform send additional metrics.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
@@ -37,10 +37,10 @@ def carry_metrics() -> None:
 
 @patches("vllm.v1.engine.llm_engine:get_metrics_snapshot")
 def list_metrics_of_ours(original: Callable[[], list[Any]]) -> list[Any]:
-    """Make `LLM.get_metrics()` also list this plugin's series.
+    """Include this plugin's metrics in the result of `LLM.get_metrics()`.
 
-    Reason: upstream selects only names in its own namespace, `vllm:`.
-    Remove when: upstream lists the series that platforms add.
+    Reason: upstream lists only metrics whose names start with `vllm:`.
+    Remove when: upstream lists the metrics that platforms add.
     """
     from prometheus_client import REGISTRY
     from vllm.v1.metrics.reader import Counter, Gauge
@@ -58,7 +58,7 @@ def list_metrics_of_ours(original: Callable[[], list[Any]]) -> list[Any]:
 
 
 _LABELS = ["model_name", "engine"]
-"""Labels that all vLLM series have."""
+"""The labels of all vLLM metrics."""
 
 
 def _add_metrics(
@@ -81,7 +81,7 @@ def _add_metrics(
 
 
 def _forget_those_of_another_engine() -> None:
-    """Remove the series of an earlier engine in this process, as vLLM's logger does with its own series."""
+    """Unregister the metrics of an earlier engine in this process, as vLLM's logger does with its own metrics."""
     from prometheus_client import REGISTRY
 
     for collector in list(REGISTRY._collector_to_names):

@@ -1,7 +1,7 @@
 """vLLM's model interfaces and registry, and the functions that load and run models, including encoders.
 
-This module breaks if an interface is renamed, a loader takes other arguments, an encoder takes other inputs, or the
-cache stores encoder outputs differently. The classes themselves are in `decoders.py` and `recurrent.py`.
+This module breaks if an interface is renamed, if the arguments of a loader or the inputs of an encoder change, or if
+the cache stores encoder outputs differently. Layers of models are in `decoders.py` and `recurrent.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 def find_bidirectional_spans(
     features: list[list[MultiModalFeatureSpec]], sliding_window: int | None
 ) -> dict[int, list[tuple[int, int]]]:
-    """Return the first and last tokens of the images and videos in each request that fit in the sliding window."""
+    """Return the first and last positions of the images and videos in each request, keyed by the request's index.
+
+    Images and videos that do not fit in the sliding window are omitted.
+    """
     if FROM_0_33:
         from vllm.v1.attention.backends.utils import compute_mm_prefix_ranges
 

@@ -12,7 +12,7 @@ _OURS = "_wrapped_by_gaudi_spec"
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace `owner.name` with a function that calls `wrapper(original, ...)`. It may be called repeatedly."""
+    """Replace `owner.name` with a function that calls `wrapper(original, ...)`. Repeated calls have no effect."""
     original = getattr(owner, name)
     if hasattr(original, _OURS):
         return
@@ -26,10 +26,12 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def patches(*targets: str) -> Callable[[Callable[..., Any]], Callable[[], None]]:
-    """Return a decorator that turns a wrapper into a patch, which is a function that wraps each target in the wrapper.
+    """Return a decorator that turns a wrapper into a patch: a function without arguments that wraps each target.
 
     Args:
-        targets: Functions or methods, as `module:function` or `module:Class.method`. Calling the patch imports them.
+        targets: Functions or methods, as `module:function` or `module:Class.method`. Their modules are imported when
+        the
+            patch is applied.
     """
 
     def make_patch(wrapper: Callable[..., Any]) -> Callable[[], None]:
@@ -57,7 +59,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def do_nothing(*args: object, **kwargs: object) -> None:
-    """Do nothing (the replacement for a function)."""
+    """Do nothing. Patches replace other functions with this one."""
 
 
 def raise_unchanged(kind: type[ValueError], config_class: Any) -> None:

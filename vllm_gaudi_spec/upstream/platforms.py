@@ -1,8 +1,8 @@
 """vLLM's CPU platform, which ours subclasses, and helper functions for platforms.
 
-This module is imported while vLLM itself is only partly imported, so it uses only modules that do not import a
-platform. It breaks if upstream changes the hooks that `devices/cpu/platform.py` overrides, or moves a helper function,
-as often happens in `vllm.utils`.
+This module is imported while vLLM itself is only partly imported, so it must not import modules that need the platform.
+It breaks if upstream moves a helper function, as often happens in `vllm.utils`, or changes the hooks that
+`devices/cpu/platform.py` overrides.
 """
 
 from __future__ import annotations

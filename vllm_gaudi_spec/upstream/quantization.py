@@ -1,7 +1,7 @@
 """The base class and the registry of quantization configurations.
 
-This module is imported with general plugins, before a process may import layers. It breaks if vLLM changes the
-interface of quantization configurations.
+This module is imported when vLLM loads its general plugins. At that time, it must not import layers. It breaks if vLLM
+changes the interface of quantization configurations.
 """
 
 from typing import Any

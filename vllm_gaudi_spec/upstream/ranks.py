@@ -1,4 +1,4 @@
-"""Context managers that change which ranks a model's layers use and which workers an executor starts."""
+"""Context managers for groups of ranks and Ray workers, and patches that handle the death of a rank."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 from vllm_gaudi_spec.upstream.patching import patches, replaced
 
-# Interval in seconds at which a reader of another machine's messages checks whether its queue was shut down.
+# The interval in seconds at which a process that waits for a message checks whether the message queue was shut down.
 _LOOK_EVERY_S = 1.0
-# Time in seconds that Ray has to notice that a rank has died.
+# The maximum time in seconds to wait until Ray has noticed that a rank died.
 _DEATH_S = 5.0
 
 
 def tensor_parallel_group(group: Any) -> AbstractContextManager[None]:
-    """Within the context, make `group` the tensor-parallel group that layers use.
+    """Return a context in which layers use `group` as their tensor-parallel group.
 
     Reason: with `draft_tensor_parallel_size` 1, each target rank runs the whole drafter, but vLLM's layers get a single
     group per process from a module variable.
@@ -29,7 +29,7 @@ def tensor_parallel_group(group: Any) -> AbstractContextManager[None]:
 
 
 def pipeline_group(group: Any) -> AbstractContextManager[None]:
-    """Within the context, make `group` the pipeline stages among which vLLM's model classes divide their layers.
+    """Return a context in which vLLM's model classes divide their layers among the pipeline stages in `group`.
 
     Reason: a drafter runs entirely on the last stage, but vLLM's model classes read a single group per process from a
     module variable.
@@ -41,9 +41,9 @@ def pipeline_group(group: Any) -> AbstractContextManager[None]:
 
 
 def ray_workers(worker_class: type) -> AbstractContextManager[None]:
-    """Within the context, make vLLM's Ray executor start workers of the class `worker_class`.
+    """Return a context in which vLLM's Ray executor starts workers of the class `worker_class`.
 
-    Reason: vLLM's worker requests a rank's devices under Ray's name for their type. A CPU has no such name.
+    Reason: vLLM's worker asks Ray for the IDs of its accelerators, which a CPU rank does not have.
     Remove when: upstream's executor supports CPU ranks or takes its worker class as an option.
     """
     from vllm.v1.executor import ray_executor_v2
@@ -55,11 +55,11 @@ def ray_workers(worker_class: type) -> AbstractContextManager[None]:
 def end_reads_from_other_machines(
     original: Callable[..., Any], queue: Any, timeout: float | None = None, *args: Any, **named: Any
 ) -> Any:
-    """Raise an error in a read from another machine once its queue is shut down.
+    """Stop waiting for a message from another machine when the message queue is shut down.
 
-    Reason: when a rank dies, vLLM shuts its queues down, which ends reads from shared memory only. If the last pipeline
-    stage is on a machine that died, the engine waits for it until VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS.
-    Remove when: `MessageQueue.shutdown` ends these reads, too.
+    Reason: when a rank dies, vLLM shuts down its queues, but this ends only reads from shared memory. If the machine
+    with the last pipeline stage dies, the engine waits for it until VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS has passed.
+    Remove when: `MessageQueue.shutdown` also ends reads from other machines.
     """
     if not queue._is_remote_reader:
         return original(queue, timeout, *args, **named)
@@ -72,12 +72,13 @@ def end_reads_from_other_machines(
 
 @patches("vllm.v1.engine.core:EngineCoreProc._send_engine_dead")
 def name_dead_ranks(original: Callable[..., None], engine: Any) -> None:
-    """Before a failed engine ends its server, wait until vLLM's monitor of Ray workers has logged which rank died.
+    """Before an engine reports its failure to the server, wait until vLLM's monitor of Ray workers has logged which
+    rank died.
 
-    If no rank died, this delays the end of the server by five seconds.
+    If no rank died, this delays the exit by five seconds.
 
-    Reason: other ranks notice a death first, because their collectives fail. The server then ends within a second, and
-    the log has no more than the address of a connection.
+    Reason: other ranks notice a death first, because their collectives fail. The server then exits within a second, and
+    the log contains only the address of the broken connection.
     Remove when: upstream's error for a failed worker names the rank that died.
     """
     if (monitor := getattr(engine.model_executor, "_monitor_thread", None)) is not None:

@@ -10,10 +10,10 @@ from vllm_gaudi_spec.environment import set_host_address
 
 
 def use_node_address() -> None:
-    """Make this rank listen at its node's address in Ray, unless the user set VLLM_HOST_IP on the node.
+    """Make this rank listen on the address that its node has in Ray, unless the user has set VLLM_HOST_IP on the node.
 
-    Reason: vLLM's message queues between ranks listen at the address of the default route. Without a default route, or
-    if that network does not connect the nodes, ranks wait for each other forever while they start.
-    Remove when: queues between Ray workers get the node's address, as those between executor and workers do.
+    Reason: vLLM's message queues between ranks listen on the address of the default route. If there is no default
+    route, or if its network does not connect the nodes, ranks wait for each other forever at startup.
+    Remove when: message queues between Ray workers use the node's address, like those between executor and workers.
     """
     set_host_address(ray.util.get_node_ip_address())

@@ -12,7 +12,8 @@ from vllm_gaudi_spec.versions import installed_vllm
 
 
 def _is_from(minor: str, file: str) -> bool:
-    """Whether the vLLM release is `minor` or newer. A source folder without a version is newer if it has `file`."""
+    """Whether the vLLM release is `minor` or newer. If vLLM has no version, as in a source folder, this is true if vLLM
+    contains `file`."""
     if found := re.match(r"(\d+)\.(\d+)", installed_vllm() or ""):
         return tuple(map(int, found.groups())) >= tuple(map(int, minor.split(".")))
     spec = find_spec("vllm")

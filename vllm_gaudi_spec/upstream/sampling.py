@@ -1,6 +1,6 @@
 """Logits processors from vLLM and from installed packages, and the inputs of poolers.
 
-This module breaks if batches are described to processors differently, or if a pooler needs other metadata.
+This module breaks if vLLM describes batches to logits processors differently, or if poolers need different metadata.
 """
 
 from vllm.v1.pool.late_interaction_runner import LateInteractionRunner

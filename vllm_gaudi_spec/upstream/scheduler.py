@@ -1,4 +1,4 @@
-"""vLLM's schedulers, which ours subclass, with their requests, statistics, and messages to workers.
+"""vLLM's schedulers, from which ours are derived, and their requests, statistics, and messages to workers.
 
 This module breaks if a method that we override changes (tests/unit/upstream/test_overrides.py lists the private ones),
 or if a field that the runner reads changes.

@@ -1,4 +1,4 @@
-"""Shutdown of a server and its engine, and responses to invalid requests and to adapters that cannot be loaded."""
+"""Patches for the shutdown of a server and its engine, and for the validation of requests and LoRA adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_gaudi_spec.upstream.patching import patches, wrap
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-# Number of seconds in which an engine process can answer its last requests and exit by itself.
+# The number of seconds that an engine process has to answer its last requests and exit.
 _ENGINE_GRACE_S = 5.0
 
 
@@ -29,15 +29,15 @@ def let_engine_finish(
 ) -> float | None:
     """Give the engine process time between SIGTERM and SIGKILL when the server shuts down.
 
-    Reason: by default, vLLM gives it no time, so running requests are never reported as aborted, and the server waits
-    for their streams forever. Upstream gives an engine such time only on ROCm.
-    Remove when: `get_engine_process_shutdown_timeout` does so on every platform.
+    Reason: by default, vLLM kills the engine process immediately, except on ROCm. Running requests are then never
+    reported as aborted, and the server waits for their streams forever.
+    Remove when: `get_engine_process_shutdown_timeout` returns such a time on every platform.
     """
     timeout = original(request_timeout, process_timeout)
     return _ENGINE_GRACE_S if request_timeout == 0 and timeout == 0 else timeout
 
 
-# Interval in seconds at which an engine checks whether its server still exists.
+# The interval in seconds at which an engine checks whether its server still exists.
 _LOOK_EVERY_S = 1.0
 
 
@@ -80,7 +80,7 @@ def end_engines_with_their_threads(original: Callable[..., None], engine: Any, *
         logging.getLogger(__name__).exception(
             "The engine exits, because a thread that exchanges messages with its server failed."
         )
-        # Send the signal of a failed worker, which makes the engine's loop raise an error and end its processes.
+        # Send the message for a failed worker, so that the engine's loop raises an error and ends its processes.
         engine.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
 
 
@@ -100,7 +100,7 @@ def raise_when_the_engine_is_gone(original: Callable[..., None], client: Any, *a
 
 @patches("vllm.v1.engine.core:EngineCore.post_step")
 def take_drafts_from_outputs(original: Callable[..., None], *args: Any, **named: Any) -> None:
-    """Do not ask the workers for drafts after a step.
+    """Skip vLLM's call to the workers that fetches drafts after a step.
 
     Reason: without async scheduling, a step's output already contains its drafts. Another call to the workers takes
     time, and with pipeline parallelism, it would wait for all steps in flight.
@@ -110,10 +110,10 @@ def take_drafts_from_outputs(original: Callable[..., None], *args: Any, **named:
 
 @patches("vllm.v1.engine.core:EngineCoreProc._handle_shutdown")
 def leave_idle_work_at_shutdown(original: Callable[..., bool], engine: Any) -> bool:
-    """Call our scheduler's `shut_down` when its engine is about to end.
+    """Call our scheduler's `shut_down` when the engine begins to shut down.
 
-    Reason: an engine ends when its scheduler has no more requests, and with --shutdown-timeout it waits for that. Our
-    scheduler also has work for idle steps, but it is not informed when this work is no longer useful.
+    Reason: with --shutdown-timeout, an engine exits only when its scheduler has nothing left to do. Our scheduler also
+    uses idle steps for other work, and it must drop this work at shutdown.
     Remove when: upstream's `EngineCoreProc` informs its scheduler.
     """
     if not engine.is_running() and (shut_down := getattr(engine.scheduler, "shut_down", None)) is not None:
@@ -125,8 +125,8 @@ def leave_idle_work_at_shutdown(original: Callable[..., bool], engine: Any) -> b
 async def fail_with_the_engine(original: Callable[..., Any], engine_client: Any, *args: Any, **named: Any) -> Any:
     """End the server process with exit code 1 if its engine has died.
 
-    Reason: the HTTP server stops as in an orderly shutdown and the process exits with code 0, so a supervisor that
-    restarts failed servers does not restart it.
+    Reason: vLLM's HTTP server stops as in an orderly shutdown, and the process exits with code 0. A supervisor that
+    restarts failed servers would not restart it.
     Remove when: upstream's `vllm serve` exits with a nonzero code if its engine is dead.
     """
     ending = await original(engine_client, *args, **named)
@@ -134,7 +134,7 @@ async def fail_with_the_engine(original: Callable[..., Any], engine_client: Any,
 
 
 def _engine_died(client: Any) -> bool:
-    """Return whether the engine ended without a shutdown, which would first stop its process manager."""
+    """Whether the engine ended unexpectedly. In an orderly shutdown, its process manager is stopped first."""
     manager = getattr(client.engine_core.resources, "engine_manager", None)
     if manager is None:
         return bool(client.errored)
@@ -153,8 +153,8 @@ async def mend_adapter_loading(
 ) -> Any:
     """If a LoRA adapter cannot be served, respond with status 400 and the reason. Reload an adapter in place only once.
 
-    Reason: upstream responds with status 404 if the adapter does not exist and with 500 to any other problem. It passes
-    `load_inplace` on to all requests that name the adapter, each of which would load it from its folder again.
+    Reason: upstream responds with status 404 if the adapter does not exist and with 500 to any other problem. It also
+    stores `load_inplace` with the adapter, so that each request that uses the adapter would reload it.
     Remove when: `OpenAIServingModels.load_lora_adapter` distinguishes adapter errors from server errors. The
     `load_inplace` part can be removed with vLLM 0.32.
     """
@@ -173,8 +173,8 @@ def refuse_tokenized_params(find_fault: Callable[[SamplingParams], str | None]) 
     """Reject sampling parameters if `find_fault` returns a reason after tokenization.
 
     At that point, vLLM has added the end tokens of the model and tokenized the bad words.
-    Reason: a platform validates a request earlier, when only the text length of the bad words is known. Upstream's
-    limit on the tokens of bad words, VLLM_MAX_BAD_WORDS_TOTAL_TOKENS, applies only to its own model runner.
+    Reason: a platform validates a request before the bad words are tokenized. Upstream's limit on their tokens,
+    VLLM_MAX_BAD_WORDS_TOTAL_TOKENS, applies only to its own model runner.
     Remove when: upstream validates requests on the platform after `update_from_tokenizer`, or applies this limit there.
     """
     from vllm.exceptions import VLLMValidationError
@@ -192,8 +192,8 @@ def refuse_tokenized_params(find_fault: Callable[[SamplingParams], str | None]) 
 def refuse_params_before_verification(find_fault: Callable[[SamplingParams], str | None]) -> None:
     """Reject sampling parameters if `find_fault` returns a reason before vLLM verifies them.
 
-    Reason: upstream's `SamplingParams.verify` compiles the regex or grammar of a request, regardless of size, before it
-    asks the platform whether the request is valid. A regex of 75,000 words causes a server error.
+    Reason: upstream's `SamplingParams.verify` compiles the regex or grammar of a request, regardless of its size,
+    before the platform validates the request. A regex with 75,000 words causes a server error.
     Remove when: upstream asks the platform first, or limits the size of constraints.
     """
     from vllm.exceptions import VLLMValidationError
@@ -211,8 +211,9 @@ def refuse_params_before_verification(find_fault: Callable[[SamplingParams], str
 def refuse_streamed_inputs(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """Reject requests whose input arrives in turns (`AsyncLLM.generate` with a stream of inputs).
 
-    Reason: upstream counts drafts after a stop token as computed, rolls back tokens that are already part of a
-    recurrent state, and lets waiting turns occupy rows and memory that other requests need.
+    Reason: upstream handles such requests incorrectly with speculation: it counts drafts after a stop token as
+    computed, and it rolls back tokens that are already part of a recurrent state. In addition, turns that wait for
+    input occupy rows and memory that other requests need.
     Remove when: upstream's scheduler gives each turn the same tokens with and without drafts, even after a preemption.
     """
     from vllm.exceptions import VLLMValidationError
@@ -222,7 +223,7 @@ def refuse_streamed_inputs(original: Callable[..., Any], *args: Any, **named: An
     return original(*args, **named)
 
 
-# Full scale is 1. The squares of much larger samples overflow, so that hidden states would not be finite.
+# The maximum magnitude of an audio sample. Full scale is 1, and the squares of much larger samples would overflow.
 _LOUDEST = 1000.0
 
 
@@ -258,17 +259,18 @@ def answer_bad_media(original: Callable[..., Any], *args: Any, **named: Any) -> 
     return loaded
 
 
-# Paths for probes and scrapers. Longer paths and paths with a trailing slash require the key.
+# Exact paths for probes and scrapers, which do not require the API key.
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 
 
 @patches("vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware.__call__")
 def guard_every_path(original: Callable[..., Any], guard: Any, scope: Any, receive: Any, send: Any) -> Any:
-    """Require the API key, if the server has one, for every path except those in `OPEN_PATHS`.
+    """If the server has an API key, require it for every path except those in `OPEN_PATHS`.
 
-    Reason: upstream guards only paths that begin with /v1, /v2, /inference, or /cohere. Other paths also generate text
-    (/invocations, /generative_scoring), read prompts (/tokenize, /pooling), or change the server (/scale_elastic_ep).
-    Remove when: `AuthenticationMiddleware` guards every path except those in its own list.
+    Reason: upstream protects only paths that begin with /v1, /v2, /inference, or /cohere. Other paths also generate
+    text (/invocations, /generative_scoring), process prompts (/tokenize, /pooling), or change the server
+    (/scale_elastic_ep).
+    Remove when: `AuthenticationMiddleware` protects all paths except those in an explicit list.
     """
     from starlette.datastructures import Headers
     from starlette.responses import JSONResponse

@@ -10,11 +10,11 @@ from vllm_gaudi_spec.upstream.patching import wrap
 
 
 def mend_speculators_format() -> None:
-    """Make block drafters' layers causal where the speculators library trains them so, and reject unsupported methods.
+    """Use the same attention masks in block drafters as the speculators library, and reject unsupported methods.
 
-    Reason: `sliding_window_non_causal` applies only to sliding-window layers. By default, the library writes False.
-    Upstream applies that value to all DFlash layers and ignores the flag for DSpark. This causes no error, but drafts
-    are less accurate. For methods that upstream cannot read, such as mtp and xpress, its error lists Python functions.
+    Reason: in the library, `sliding_window_non_causal` applies only to sliding-window layers and is False by default.
+    Upstream applies the value to all layers of DFlash and ignores it for DSpark. This causes no error, but drafts are
+    less accurate. For methods that upstream cannot read, such as mtp and xpress, its error lists Python functions.
     Remove when: vllm-project/vllm#56692 is released, DSpark reads the flag, and the error lists the methods.
     """
     from vllm.transformers_utils.configs.speculators import SpeculatorsConfig

@@ -1,7 +1,7 @@
-"""Layers of vLLM's models that graphs do not support, or support only at additional cost.
+"""Patches for layers of vLLM's models that do not work in graphs, or only at additional cost.
 
-These layers change tensors through views, create tensors on the host, or compute in int64. N: heads, D: size of a key,
-A: inputs of AltUp, T: tokens, H: hidden size.
+These layers change tensors through views, create tensors on the host, or compute in int64. N: heads, D: key size, A:
+AltUp states, T: tokens, H: hidden size.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Original = Callable[..., "torch.Tensor"]
 def join_keys_of_minicpm3(
     original: Original, layer: Any, positions: torch.Tensor, hidden_states: torch.Tensor
 ) -> torch.Tensor:
-    """Make MiniCPM3 concatenate the parts of queries and keys into new tensors.
+    """Make MiniCPM3 concatenate the parts of queries and keys.
 
-    Reason: vLLM's layer assigns these parts to slices, and HPU graphs do not support in-place writes through views
-    (quirk L06).
+    Reason: vLLM's layer assigns these parts to slices of a tensor, and HPU graphs do not support in-place writes
+    through views (quirk L06).
     Remove when: upstream's layer no longer assigns to slices.
     """
     import torch
@@ -62,7 +62,7 @@ def add_to_states_of_gemma3n() -> None:
 
 
 def _predict(original: Original, altup: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return predicted states, [A, T, H], from states of the same shape."""
+    """Return the predicted states, which have the same shape [A, T, H] as the input states."""
     modalities_TA = altup._compute_router_modalities(hidden_states[altup.altup_active_idx])
     coefficients_TAA = altup.prediction_coefs(modalities_TA).view(-1, altup.altup_num_inputs, altup.altup_num_inputs)
     change_THA = hidden_states.permute(1, 2, 0) @ coefficients_TAA.transpose(1, 2)
@@ -77,7 +77,7 @@ def _decode(
     per_layer_input: torch.Tensor,
     **named: Any,
 ) -> torch.Tensor:
-    """Return the layer's output states, [A, T, H], from states of the same shape."""
+    """Return the layer's output states, which have the same shape [A, T, H] as the input states."""
     import torch
 
     predictions_ATH = layer.altup.predict(hidden_states)
@@ -103,7 +103,7 @@ def _spread(original: Original, decoder: Any, hidden_states_0: torch.Tensor) -> 
 
 
 def _gather(original: Original, model: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return the mean of the first state and the scaled projections of the other states, [T, H], from [T, H, A]."""
+    """Return the mean [T, H] of the first state and the scaled projections of the others. The states are [T, H, A]."""
     import torch
 
     first_TH, *others = hidden_states.unbind(-1)
@@ -133,7 +133,7 @@ def embed_tokens_by_layer_in_gemma3n(
     """Make Gemma 3n compute per-layer embeddings from its input tokens.
 
     Reason: unless the caller provides per-layer embeddings, vLLM's text model omits them and generates different text.
-    The class for published checkpoints takes no tokens: it reads what an earlier call has written through a view.
+    The class for published checkpoints does provide them, but an earlier call has to write them through a view.
     Remove when: upstream's models compute the embeddings.
     """
     if per_layer_inputs is None and input_ids is not None:
@@ -155,10 +155,10 @@ def take_tokens_in_gemma3n(
     inputs_embeds: torch.Tensor | None = None,
     **named: Any,
 ) -> torch.Tensor:
-    """Make Gemma 3n's class for published checkpoints take tokens if the input is only text.
+    """Make Gemma 3n's class for published checkpoints use the token IDs if the input is only text.
 
     Reason: see `embed_tokens_by_layer_in_gemma3n`.
-    Remove when: this class takes tokens.
+    Remove when: this class uses the token IDs.
     """
     if inputs_embeds is None and intermediate_tensors is None:
         states: torch.Tensor = model.language_model(input_ids, positions, **named)
@@ -170,7 +170,7 @@ def take_tokens_in_gemma3n(
 def scale_gates_of_falcon_h1(original: Original, mlp: Any, x: torch.Tensor) -> torch.Tensor:
     """Make Falcon-H1's MLPs store scaled gates in a new tensor.
 
-    Reason: vLLM's MLP multiplies half of a tensor in place through a view (quirk L06).
+    Reason: vLLM's MLP scales the gates, which are half of a tensor, in place through a view (quirk L06).
     Remove when: `FalconH1MLP.forward` no longer updates a view.
     """
     import torch
@@ -198,10 +198,10 @@ def add_positions_in_siglip(
 
 
 def suppress_tokens_by_bias(model: Any, dtype: torch.dtype) -> None:
-    """Make Gemma 4 and its assistant suppress tokens by adding a bias that is created before serving.
+    """Make Gemma 4 and its assistant suppress tokens by adding a bias to the logits.
 
-    Reason: vLLM's classes write to logits by index. They copy the indices to the device in the first step that needs
-    them, which may be captured, and Ascend's CANN before about 8.3 reads each index on the host.
+    Reason: vLLM's classes write to the logits by index. They copy the indices to the device in the first step that
+    needs them, which may be a graph capture. In addition, Ascend's CANN before about 8.3 reads each index on the host.
     Remove when: their `compute_logits` neither copies indices nor writes by index.
     """
     import torch
@@ -235,7 +235,8 @@ def convolve_blocks_of_dflash2(
 ) -> torch.Tensor:
     """Make DFlash2's convolution separate blocks by reshaping, without computing each token's position in its block.
 
-    Reason: vLLM computes the positions from int64 rows, with a remainder unless the block size is a power of two.
+    Reason: vLLM computes the positions from int64 token indices, as a remainder if the block size is not a power of
+    two.
     Remove when: `_grouped_conv` no longer computes a remainder.
     """
     import torch

@@ -1,6 +1,6 @@
 """The base class of workers, their profiler and KV memory, and the proposer that wraps a user-defined drafter class.
 
-This module breaks if an executor calls a worker method by another name or with other arguments.
+Our worker breaks if an executor calls its methods by different names or with different arguments.
 """
 
 from vllm.distributed.utils import get_worker_rank_suffix

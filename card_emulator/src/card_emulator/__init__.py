@@ -1,12 +1,13 @@
-"""An emulated card for machines without one. Its tensors are as strict as those on a real card, and expensive
-operations are counted.
+"""An emulated accelerator card for machines without a real one. It rejects what a real card would reject, and it counts
+expensive operations.
 
     import card_emulator
     card_emulator.install(generation="gaudi2", lazy=True)
 
-Afterwards, the process has one card: `torch.hpu`, tensors on `torch.device("hpu")`, and a `habana_frameworks` package.
-Code that applies only to a Gaudi is in `gaudi/`. An Ascend NPU is emulated below its vendor's software and shares only
-the report with the Gaudi (`ascend/`). `card-emulator run` installs a card into unmodified programs (`door.py`).
+After this call, the process has one card, with a `torch.hpu` module, tensors on `torch.device("hpu")`, and a
+`habana_frameworks` package. Code that applies only to a Gaudi is in `gaudi/`. An Ascend NPU is emulated one layer
+lower, below Huawei's own torch_npu (`ascend/`), and shares only the report with the Gaudi. `card-emulator run` installs
+a card into unmodified programs (`door.py`).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def install(generation: str = "gaudi2", lazy: bool = True) -> None:
     from card_emulator.gaudi.models import MODELS
 
     if generation not in MODELS:
-        raise ValueError(f"generation is one of {', '.join(MODELS)}, not {generation!r}")
+        raise ValueError(f"generation must be one of {', '.join(MODELS)}, not {generation!r}")
     if _under_torch_npu is not None:
         raise RuntimeError(f"this process already has an Ascend NPU; {generation} needs its own process")
     if DEVICE.installed:
@@ -73,8 +74,12 @@ def install(generation: str = "gaudi2", lazy: bool = True) -> None:
 
 
 def install_npu(torch_npu: Path, cache: Path) -> None:
-    """Add an emulated Ascend NPU to torch in this process; later calls do nothing. `torch_npu` is the folder with
-    Huawei's package, which runs on an emulated CANN that is compiled into `cache`."""
+    """Add an emulated Ascend NPU to torch in this process. Later calls do nothing.
+
+    Args:
+        torch_npu: The folder that contains Huawei's torch_npu package.
+        cache: The folder in which the emulated CANN below torch_npu is compiled.
+    """
     from card_emulator.card import DEVICE
 
     global _under_torch_npu
@@ -108,25 +113,25 @@ def _enter(module: ModuleType) -> None:
 
 
 def counted() -> Device | Card:
-    """Return the card whose counters are reported: the one below torch_npu if it exists; otherwise, `device()`."""
+    """Return the card whose counters are reported: the emulated NPU if it is installed, or else `device()`."""
     return device() if _under_torch_npu is None else _under_torch_npu
 
 
 def device() -> Device:
-    """Return the Gaudi of this process, with its settings, counters and reports."""
+    """Return the emulated Gaudi of this process, which holds its settings and counters."""
     from card_emulator.card import DEVICE
 
     return DEVICE
 
 
 def tag_kv(tensor: torch.Tensor) -> torch.Tensor:
-    """Count reads of this tensor's memory, through any view, as KV bytes. This has no effect under torch_npu, because
-    the emulated CANN does not know to which tensor an address belongs."""
+    """Count all reads of this tensor's memory, including reads through views, as KV bytes. This has no effect under
+    torch_npu, because the emulated CANN does not know which tensor an address belongs to."""
     if _under_torch_npu is not None:
         return tensor
     from card_emulator.tensor import DeviceTensor
 
     if not isinstance(tensor, DeviceTensor):
-        raise TypeError(f"only tensors of the card hold KV; this one is on {tensor.device}")
+        raise TypeError(f"tag_kv needs a tensor on the emulated card; this tensor is on {tensor.device}")
     tensor.memory.kv = True
     return tensor

@@ -1,4 +1,4 @@
-"""The emulated card of a process: its model, settings, counters, memory, and the current capture."""
+"""The emulated card of a process: its model, settings, counters, memory, and current graph capture."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DeviceRefusal(RuntimeError):
 
 @dataclass(frozen=True)
 class Model:
-    """Properties that differ between cards."""
+    """Properties of a card model, such as Gaudi 2."""
 
     name: str
     device_type: str
@@ -37,31 +37,32 @@ class Model:
     count: int
     """The number of cards that a process sees. A process uses only one of them."""
     memory: int
-    """The number of bytes that the allocator offers."""
+    """The number of bytes that programs can allocate."""
     out_of_memory: str
-    """The vendor's out-of-memory message, with the fields `nbytes` and `mib`."""
+    """The vendor's out-of-memory message: a format string with the fields `nbytes` and `mib`."""
     e4m3_max: float
-    """The largest float8_e4m3 value on the card. In torch, it is 448."""
+    """The largest float8_e4m3 value on the card. The largest value in torch is 448."""
     lacks_dtypes: frozenset[torch.dtype]
     lacks: Callable[[str, str], bool]
     """Whether the card has no kernel for an operation, given the operation's packet name and overload name."""
     check_reach: Callable[[str, torch.Tensor], None]
-    """A function that rejects operands that are too large for the engine that runs the given packet."""
+    """A function that takes an operation's packet name and an operand, and rejects the operand if it is too large for
+    the engine that runs the operation."""
     negative_index: str
-    """The reason given when a negative index is rejected."""
+    """The reason that the error states when a negative index is rejected."""
     counts_from_the_end: bool
-    """Whether negative indices are accepted and count from the end. Every use is counted."""
+    """Whether negative indices are accepted, as positions relative to the end. Every use is counted."""
     downloads_late: bool
-    """Whether a copy to unpinned host memory may arrive after an event that was recorded later."""
+    """Whether a copy to unpinned host memory may still be incomplete when an event recorded after it has completed."""
     queue: Callable[[Device], Queue]
     """A function that creates the queue for operations outside graphs."""
 
 
 class Recording(Protocol):
-    """A graph capture in progress, such as `program.Capture`."""
+    """Interface of a graph capture in progress, which `program.Capture` implements."""
 
     what: str
-    """The name of this activity in messages."""
+    """The name of this kind of capture in messages."""
 
     def record(self, operation: Any) -> None: ...
 
@@ -87,7 +88,8 @@ class GraphRecord:
 
 
 class Allocation:
-    """The memory of a storage. Tensors with the same storage share this object, and the last of them frees it."""
+    """The memory of a storage. All tensors that use the storage share this object. When the last of them is deleted,
+    the memory is freed."""
 
     __slots__ = ("__weakref__", "kv", "nbytes")
 
@@ -97,7 +99,7 @@ class Allocation:
         DEVICE.allocate(nbytes)
 
     def __del__(self) -> None:
-        # At interpreter exit, names in the module may already be gone when the last tensor is freed.
+        # At interpreter exit, this module's globals may already be None when the last tensor is freed.
         if DEVICE is not None:
             DEVICE.in_use -= getattr(self, "nbytes", 0)  # missing if `copy` created the object without its attributes
 
@@ -133,18 +135,19 @@ class Device:
         self.graph_recipes: set[int] = set()
         """Distinct recipes of captured graphs."""
         self.operators: set[tuple[str, str]] = set()
-        """Operators in captured graphs and compiled regions, each with the dtype of an operand. Views are omitted."""
-        # Settings. On a Gaudi, collectives in a graph require PT_HPU_ENABLE_LAZY_COLLECTIVES.
+        """The name of each operator in a captured graph or compiled region, and the dtype of an operand. Views are
+        omitted."""
+        # Whether graphs may contain collectives. On a Gaudi, this requires PT_HPU_ENABLE_LAZY_COLLECTIVES.
         self.lazy_collectives = False
-        # Whether to reject what is known to fail on some cards or releases, even if it may work on others.
+        # Whether to reject operations that are known to fail on some cards or releases, even if they work on others.
         self.hostile = True
-        # Whether the runtime's log is printed to the console, where it mixes with results (ENABLE_CONSOLE).
+        # Whether the runtime prints its log to the console, where it gets mixed with results (ENABLE_CONSOLE).
         self.console = False
         self.communicators: set[str] = set()
-        """Process groups that have run a collective outside a graph."""
+        """Names of process groups whose communicators exist, because they have run a collective."""
         self.late: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Pending copies to unpinned host memory: the target, and the values that it receives after the program has
-        waited for the whole card."""
+        """Pending copies to unpinned host memory, as pairs of the destination and its values. They complete when the
+        program synchronizes with the whole card."""
         self.strict = False
         self.sealed = False
         self.graph_reserve: int | None = None
@@ -153,15 +156,16 @@ class Device:
         """Whether graphs are recorded without computing anything."""
         self.bridge_flags: dict[str, Any] = {}
         self.concatenations: dict[Hashable, tuple[bool, str]] = {}
-        """Concatenations outside regions in compiled mode. Maps the key of a recipe to whether its first concatenation
-        was along the last dimension, and to the source line of that concatenation."""
+        """Maps the cache key of a concatenation outside compiled regions to two facts about the first concatenation
+        with this key: whether it was along the last dimension, and its source line. Used in compiled mode."""
         self.generator = torch.Generator()
         self.generator.manual_seed(0)
         self.blocked: str | None = None
 
     @property
     def capture(self) -> Recording | None:
-        """The current graph capture of the calling thread. Other threads may wait for results during a capture."""
+        """The calling thread's current graph capture, or None. Other threads may synchronize with the card during
+        it."""
         return getattr(self._recording, "capture", None)
 
     @capture.setter
@@ -169,13 +173,13 @@ class Device:
         self._recording.capture = capture
 
     def choose(self, index: int) -> None:
-        """Select the card that this process uses. The choice cannot be changed."""
+        """Select the card that this process uses. It cannot be changed after the card is opened."""
         if index != self.where.index and (self.pid or not 0 <= index < self.model.count):
-            raise RuntimeError(f"a process has one device, {self.where}; {self.where.type}:{index} was asked for")
+            raise RuntimeError(f"a process has one device, {self.where}; {self.where.type}:{index} was requested")
         self.where = torch.device(self.where.type, index)
 
     def opened(self) -> None:
-        """Open the card on first use. Child processes forked later cannot use the card."""
+        """Open the card on first use. Child processes forked after that cannot use the card."""
         if not self.pid:
             if self.acquire is not None and self.hostile:
                 self.acquire()
@@ -214,8 +218,9 @@ class Device:
         self.graph_bytes += nbytes
 
     def out_of_memory(self, what: str) -> NoReturn:
-        """Raise the out-of-memory error, after which a Gaudi process cannot continue. vllm-gaudi merged and then
-        reverted a warm-up that tried to continue (pull requests 993 and 1078)."""
+        """Raise an out-of-memory error. A hostile card also rejects all later operations, because a Gaudi process
+        cannot recover: vllm-gaudi merged and then reverted a warm-up that tried to continue (pull requests 993 and
+        1078)."""
         if self.hostile:
             self.blocked = f"this process ran out of memory before: {what}"
         raise torch.OutOfMemoryError(f"emulated {self.generation}: {what}")
@@ -227,14 +232,13 @@ class Device:
         )
 
     def mem_get_info(self) -> tuple[int, int]:
-        """Return free and total memory, as reported by the allocator."""
+        """Return the free and total memory in bytes."""
         return self.memory_limit - self.in_use - self.graph_bytes, self.memory_limit
 
     # -- steps --
 
     def mark_step(self) -> None:
-        """Compile and launch pending operations, like the bridge's `mark_step`. Outside lazy mode, this does
-        nothing."""
+        """Compile and launch the pending operations, like the bridge's `mark_step`. Does nothing outside lazy mode."""
         if not self.lazy:
             return
         if self.capture is not None:
@@ -244,17 +248,17 @@ class Device:
             self.queue.flush("mark_step")
 
     def implicit_marker(self, cause: str) -> None:
-        """Launch the pending graph early, because a value is needed."""
+        """Launch the pending operations without an explicit marker, for the given reason."""
         if self.lazy and self.capture is None and self.queue.flush(cause):
             self.counters.step.implicit_markers += 1
             self.counters.event("implicit marker", cause)
 
     def next_step(self) -> Tally:
-        """Close the current step in the report and start the next one."""
+        """Close the current step of the report, start the next one, and return the counts for the closed step."""
         return self.counters.next_step()
 
     def seal(self) -> None:
-        """Mark the end of warm-up. Every later compilation counts as a defect."""
+        """Mark the end of warm-up. Every later compilation is reported as late."""
         self.mark_step()
         self.sealed = True
 
@@ -275,7 +279,7 @@ class Device:
     # -- refusals and counted costs --
 
     def host_read(self, what: str, nbytes: int = 0) -> None:
-        """Count a copy of a value to the host, which launches the pending graph."""
+        """Count a copy of a value to the host, which launches the pending operations."""
         self.refuse_in_capture(f"{what} reads a value on the host")
         step = self.counters.step
         step.host_reads += 1
@@ -284,7 +288,7 @@ class Device:
         self.implicit_marker(what)
 
     def dynamic(self, what: str) -> None:
-        """Count an operation whose result has a data-dependent size, which the host must read."""
+        """Count an operation whose result has a data-dependent size, so that the host must read this size."""
         self.refuse_in_capture(f"{what} has a data-dependent shape")
         if self.compile_only:
             raise DeviceRefusal(f"{what} needs values, and compile-only mode computes none")

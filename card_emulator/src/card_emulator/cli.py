@@ -15,18 +15,27 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="card-emulator", description="Run programs on an emulated accelerator card.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="run a program, and all processes that it starts, on an emulated card")
+    run = commands.add_parser("run", help="run a program and its child processes on an emulated card")
     run.add_argument("--card", choices=CARDS, default=GAUDI2, help=f"default: {GAUDI2}")
     mode = run.add_mutually_exclusive_group()
-    mode.add_argument("--lazy", dest="lazy", action="store_true", default=None, help="a Gaudi in lazy mode (default)")
-    mode.add_argument("--compiled", dest="lazy", action="store_false", help="a Gaudi in eager and compiled mode")
+    mode.add_argument(
+        "--lazy",
+        dest="lazy",
+        action="store_true",
+        default=None,
+        help="run a Gaudi in lazy mode (the default unless PT_HPU_LAZY_MODE=0)",
+    )
+    mode.add_argument("--compiled", dest="lazy", action="store_false", help="run a Gaudi in eager and compiled mode")
     run.add_argument(
         "--kind",
         action="store_true",
         help="let a Gaudi accept operations that are known to fail only on some cards or releases",
     )
     run.add_argument(
-        "--torch-npu", type=Path, metavar="FOLDER", help="the folder with Huawei's torch_npu, for an Ascend NPU"
+        "--torch-npu",
+        type=Path,
+        metavar="FOLDER",
+        help="the folder that contains Huawei's torch_npu, for an Ascend NPU",
     )
     run.add_argument("program", nargs="+", metavar="-- PROGRAM", help="the program and its arguments")
     return parser
@@ -37,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     is_npu = options.card == ASCEND910B
     if is_npu and (options.lazy is not None or options.kind):
-        parser.error("--lazy, --compiled and --kind are for a Gaudi")
+        parser.error("--lazy, --compiled and --kind apply only to a Gaudi")
     if options.torch_npu is not None and not is_npu:
-        parser.error(f"--torch-npu is for --card {ASCEND910B}")
+        parser.error(f"--torch-npu applies only to --card {ASCEND910B}")
     chosen = door.variables(
         door.cached_door(options.card),
         options.card,

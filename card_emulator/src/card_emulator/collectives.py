@@ -1,4 +1,4 @@
-"""The `hccl` collective backend of a Gaudi, which runs gloo on the values of device tensors."""
+"""A replacement for a Gaudi's `hccl` backend, which runs collectives on the CPU with Gloo."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _collective(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a collective on device tensors. A collective launches the pending graph, and it is rejected during a graph
-    capture unless lazy collectives are enabled."""
+    """Run a collective on device tensors. A collective launches the pending operations. During a graph capture, it is
+    rejected unless lazy collectives are enabled."""
     device = DEVICE
     name = f"c10d.{info.packet}"
     if device.blocked is not None:
@@ -35,7 +35,8 @@ def _collective(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     if device.capture is not None:
         device.capture.record_kernel(lambda *inner: _issue_and_wait(info, inner), args)
     inners: list[tuple[torch.Tensor, DeviceTensor]] = []
-    # The caller waits for the result. Waiting here would fail, because gloo's point-to-point work allows one wait.
+    # Leave the wait to the caller. Gloo's point-to-point work can be waited for only once, so waiting here would make
+    # the caller's wait fail.
     return _rewrap(info.func(*[_unwrap(arg, inners) for arg in args]), inners)
 
 
@@ -43,9 +44,12 @@ _REDUCTIONS = ("allreduce_", "reduce_", "reduce_scatter_", "_reduce_scatter_base
 
 
 def _check_on_a_gaudi(info: OpInfo, name: str, args: Sequence[Any]) -> None:
-    """Reject or count operations that HCCL does not support directly. HCCL moves words of two or four bytes and adds
-    only float32 and bfloat16; all other sums are computed in float32 (bridge 1.19, hccl_kernels.cpp and
-    process_group_lazy_hccl.cpp). The first collective in a group creates the group's communicator."""
+    """Reject or count operations that HCCL does not support directly.
+
+    HCCL transfers words of two or four bytes. It can sum only float32 and bfloat16, so all other dtypes are summed in
+    float32 (bridge 1.19, hccl_kernels.cpp and process_group_lazy_hccl.cpp). A group's first collective creates the
+    group's communicator, which is not possible during a capture.
+    """
     tensors = list(_tensors(args))
     for tensor in tensors:
         if tensor.element_size() == 1 and tensor.numel() % 2:
@@ -56,7 +60,7 @@ def _check_on_a_gaudi(info: OpInfo, name: str, args: Sequence[Any]) -> None:
                 through_float32(real(tensor))
     group = _group_name(args)
     if DEVICE.capture is not None and group not in DEVICE.communicators:
-        raise DeviceRefusal(f"{name} is the first collective of its group, and makes a communicator in a capture")
+        raise DeviceRefusal(f"{name} is the first collective of its group and creates a communicator during a capture")
     if not DEVICE.compile_only:
         DEVICE.communicators.add(group)
 
@@ -84,7 +88,7 @@ def _issue_and_wait(info: OpInfo, args: Sequence[Any]) -> None:
 
 def _unwrap(value: Any, inners: list[tuple[torch.Tensor, DeviceTensor]]) -> Any:
     if isinstance(value, DeviceTensor):
-        # In compile-only mode, ranks still run collectives to stay in step, on values that are discarded.
+        # In compile-only mode, ranks still run collectives to stay synchronized, but the values are discarded.
         inner = torch.zeros(value.shape, dtype=value.dtype) if DEVICE.compile_only else real(value)
         inners.append((inner, value))
         value.epoch = 0

@@ -1,4 +1,4 @@
-"""Counters of the work on the device, per step and in total, with the source line of each event that takes time."""
+"""Counters of the work on the device, per step and in total, and the source lines of operations that take time."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 from card_emulator.source import here
 
-# The number of steps that are kept for the report. The totals also include older steps.
+# The maximum number of steps in the report. The totals also include older steps.
 _KEPT_STEPS = 4096
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts for a step. Bytes, floating-point operations and elements are the minimum that an ideal kernel needs."""
+    """The counters for one step. Bytes, floating-point operations and elements are those of an ideal kernel."""
 
     ops: int = 0
-    """Operations inside and outside graphs, without views."""
+    """Operations inside and outside graphs, except views."""
     stray_ops: int = 0
     """Operations outside graphs."""
     lazy_compiles: int = 0
@@ -28,7 +28,7 @@ class Tally:
     """Launched recipes: pending graphs that were flushed, and replays of graphs."""
     mark_steps: int = 0
     implicit_markers: int = 0
-    """Pending graphs that were launched by anything other than mark_step."""
+    """Launches of pending operations that were not caused by mark_step."""
     host_reads: int = 0
     syncs: int = 0
     """Explicit waits for the device."""
@@ -47,9 +47,9 @@ class Tally:
     garbage_reads: int = 0
     """Reads of values that were never computed because of compile-only mode."""
     negative_indices: int = 0
-    """Operations with a negative index, which was counted from the end."""
+    """Operations with negative indices, which the card accepted as positions from the end."""
     late_compiles: int = 0
-    """Compilations after the device was sealed."""
+    """Compilations after `Device.seal` marked the end of warm-up."""
 
     @property
     def compiles(self) -> int:
@@ -73,7 +73,8 @@ class Event(NamedTuple):
 
 
 class Counters:
-    """The current `step`, the closed `steps`, and all totals as attributes, such as `counters.host_reads`."""
+    """The counters of the current `step` and of previous `steps`. Totals over all steps are attributes of this class,
+    such as `counters.host_reads`."""
 
     def __init__(self) -> None:
         self.step = Tally()

@@ -1,8 +1,9 @@
 """Install an emulated card into unmodified programs while they import torch.
 
-A "door" is a folder on PYTHONPATH that contains a distribution whose `torch.backends` entry point installs the card, as
-the vendor's package does on a machine with a card. Child processes inherit the environment and therefore also have the
-card. The folder also makes this package importable, so the program may run in a different Python environment.
+A "door" is a folder on PYTHONPATH. It contains a distribution whose `torch.backends` entry point installs the card,
+just like the vendor's package on a machine with a real card. Child processes inherit the environment variables and
+therefore also use the emulated card. The folder also makes this package importable, so the program can run in a
+different Python environment.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ CARD = "CARD_EMULATOR"
 KIND = "CARD_EMULATOR_KIND"
 TORCH_NPU = "CARD_EMULATOR_TORCH_NPU"
 LAZY_MODE = "PT_HPU_LAZY_MODE"
-"""The variable that the bridge itself reads."""
+"""The environment variable with which Habana's bridge selects lazy mode."""
 
-# Workers look up the version of Habana's plugin under this distribution name.
+# vLLM workers look up the version of Habana's plugin by this distribution name.
 _PLUGIN, _VERSION = "habana-torch-plugin", "1.24.0.400"
 
 
 def make_door(folder: Path, card: str) -> None:
-    """Create `folder` as the door for `card`."""
+    """Create `folder` and fill it with a door for `card`."""
     folder.mkdir(parents=True)
     (folder / "card_emulator").symlink_to(Path(__file__).parent)
     name = "card-emulator-door" if card == ASCEND910B else _PLUGIN
@@ -44,7 +45,7 @@ def make_door(folder: Path, card: str) -> None:
 
 
 def cached_door(card: str) -> Path:
-    """Return the door for `card` in the cache folder, which is created on first use."""
+    """Return the door for `card` in the cache folder, and create it if it does not exist."""
     key = hashlib.sha256(f"{Path(__file__)}\0{Path(__file__).read_text()}\0{card}".encode()).hexdigest()[:16]
     door = cache_folder() / "doors" / key
     if not door.is_dir():
@@ -55,19 +56,19 @@ def cached_door(card: str) -> Path:
         except OSError:
             if not door.is_dir():
                 raise
-            shutil.rmtree(scratch)  # another process has created the folder first
+            shutil.rmtree(scratch)  # another process created the folder first
     return door
 
 
 def variables(
     door: Path, card: str, *, lazy: bool | None = None, kind: bool = False, torch_npu: Path | None = None
 ) -> dict[str, str]:
-    """Return the environment variables with which a process and its children use the card of `door`.
+    """Return the environment variables that make a process and its children use the emulated card.
 
     Args:
         lazy: Whether a Gaudi runs in lazy mode or in compiled mode. By default, PT_HPU_LAZY_MODE decides.
-        kind: Whether the card accepts what is known to fail only on some cards or releases.
-        torch_npu: The folder with Huawei's torch_npu. If None, it is looked up in the program's environment.
+        kind: Whether the card accepts operations that are known to fail only on some cards or releases.
+        torch_npu: The folder with Huawei's torch_npu. If None, it is searched for in the program's environment.
     """
     found = {
         CARD: card,
@@ -83,7 +84,7 @@ def variables(
 
 
 def load() -> None:
-    """Install the card that the environment variables select. torch calls this function at the end of its import."""
+    """Install the card that the environment variables select. `import torch` calls this function at its end."""
     import card_emulator
 
     name = os.environ.get(CARD)
@@ -95,14 +96,14 @@ def load() -> None:
     card_emulator.install(name, lazy=os.environ.get(LAZY_MODE, "1") != "0")
     card = card_emulator.device()
     card.hostile = os.environ.get(KIND) != "1"
-    # vllm-gaudi uses the index -1 for the last row (v0.26.0, extension/ops.py, grouped_max) and for the slots of block
-    # -1 (extension/defragmentation.py).
+    # vllm-gaudi indexes with -1 to get the last row (v0.26.0, extension/ops.py, grouped_max) and uses the slots of
+    # block -1 (extension/defragmentation.py).
     card.model = dataclasses.replace(card.model, counts_from_the_end=True)
 
 
 def torch_npu_folder() -> Path:
-    """Return the folder with Huawei's torch_npu: the one that was specified, the installed one, or the environment's
-    `torch-npu` folder, in this order."""
+    """Return the folder that contains Huawei's torch_npu: the folder in `CARD_EMULATOR_TORCH_NPU` if it is set, or else
+    that of an installed torch_npu, or else the `torch-npu` folder of the Python environment."""
     if named := os.environ.get(TORCH_NPU):
         return Path(named)
     installed = find_spec("torch_npu")

@@ -2,4 +2,4 @@
 
 
 class SetupError(RuntimeError):
-    """Raised if a card cannot be emulated. The message contains the cause and the remedy, if possible in one line."""
+    """Raised if a card cannot be emulated. The message states the cause and the remedy."""

@@ -1,4 +1,4 @@
-"""Kernels that create tensors on the device, registered for the device's dispatch key, for which torch has none."""
+"""Kernels that create tensors on the device. Torch has no such kernels for the device's dispatch key."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _make(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], computes: b
     kwargs.pop("pin_memory", None)  # device memory is never pinned
     kwargs.pop("layout", None)
     if torch.device(kwargs.get("device") or DEVICE.where).index not in (None, DEVICE.where.index):
-        raise RuntimeError(f"a process has one device, {DEVICE.where}; {kwargs['device']} was asked for")
+        raise RuntimeError(f"a process has one device, {DEVICE.where}; {kwargs['device']} was requested")
     kwargs["device"] = "cpu"
     if info.packet == "randperm" and kwargs.get("generator") is None:
         kwargs["generator"] = device.generator
@@ -73,8 +73,8 @@ def _make(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], computes: b
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    # Torch's C++ code calls this kernel with Python dispatch disabled, for indices from a list and for files read to
-    # the card. Calling Tensor.copy_ would lead to infinite recursion.
+    # Torch's C++ code calls this kernel with Python dispatch disabled, for example to index with a list or to load a
+    # file to the card. Calling Tensor.copy_ here would lead to infinite recursion.
     result: torch.Tensor = copy_(info_of(aten.copy_.default), (target, source, non_blocking), {})
     return result
 
@@ -94,5 +94,5 @@ def register() -> None:
             _library.impl(name, _kernel(func, computes))
     _library.impl("_copy_from", _copy_from)
     _library.impl("_local_scalar_dense", _local_scalar)
-    # scaled_dot_product_attention calls this function when it is decomposed. The result 0 selects plain matmuls.
+    # When scaled_dot_product_attention is decomposed, it calls this function. The result 0 selects plain matmuls.
     _library.impl("_fused_sdp_choice", lambda *args, **kwargs: 0)

@@ -1,4 +1,4 @@
-"""Make stock torch support a device type that it knows only by name."""
+"""Make torch accept the card's device type, for which its wheels contain no device guard."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from card_emulator.tensor import DeviceTensor
 logger = logging.getLogger(__name__)
 
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
-# Device types are numbered by torch's ABI (c10::DeviceType), and the registry is an array with one slot for each type.
+# The registry is an array with one slot for each device type. Torch's ABI numbers the types (c10::DeviceType).
 _META, _SLOTS = 14, 22
 
 
 def install_device_guard() -> None:
-    """Use the meta device's guard for the card as well. Torch asks a guard for the current device before and after
-    slices and copies. Torch's wheels contain no guard for the card and raise "PyTorch is not linked with support for
-    hpu devices". The meta device's guard does nothing, which is correct for a single device without streams."""
+    """Use the meta device's guard for the card as well.
+
+    Torch asks a device's guard for the current device before and after slices and copies. Torch's wheels contain no
+    guard for the card, so they raise "PyTorch is not linked with support for hpu devices". The meta device's guard does
+    nothing, which is correct for a single device without streams.
+    """
     slot = DEVICE.model.guard_slot
     path = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
     try:
@@ -39,15 +42,15 @@ def install_device_guard() -> None:
 
 
 def _indexed(device: Any) -> Any:
-    """Return the device with its index. Otherwise, torch would ask the device guard for the missing index, and this
-    guard reports the meta device."""
+    """Return the device with its index. If the index were missing, torch would ask the device guard for it, and this
+    guard would return the meta device."""
     if device is None or isinstance(device, torch.Tensor | torch.dtype | int):
         return device
     if isinstance(device, str) and device.startswith(DEVICE.where.type):
         device = torch.device(device)
     if isinstance(device, torch.device) and device.type == DEVICE.where.type:
         if device.index not in (None, DEVICE.where.index):
-            raise RuntimeError(f"a process has one device, {DEVICE.where}; {device} was asked for")
+            raise RuntimeError(f"a process has one device, {DEVICE.where}; {device} was requested")
         return DEVICE.where
     return device
 
@@ -71,7 +74,8 @@ def _patched_to(original: Any) -> Any:
 
 
 def _patched_constructor(original: Any) -> Any:
-    """Create the tensor on the host and copy it, because the C++ constructor writes with Python dispatch disabled."""
+    """Create the tensor on the host and copy it to the card. Torch's C++ constructor cannot do this, because it fills
+    the tensor with Python dispatch disabled."""
 
     def construct(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         if device is None:

@@ -1,4 +1,4 @@
-"""Operations that require more than a computation: copies between host and card, casts that round as on a card, and
+"""Handlers for operations that do more than compute: copies between host and card, casts to FP8, in-place reshapes, and
 indexing with masks or with indices in host memory."""
 
 from __future__ import annotations
@@ -70,9 +70,11 @@ def copy_(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _arrives_late(host: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the host tensor filled with garbage, which is replaced with the values after the program has waited for
-    the card. A Gaudi copies to unpinned memory through a staging buffer, which is emptied in a callback. No event
-    covers this callback (bridge 1.19, device.cpp and lazy_kernels.cpp, copy_hpu_lazy_D2H)."""
+    """Fill the host tensor with garbage, and replace it with the values when the program synchronizes with the card.
+
+    A Gaudi copies to unpinned memory through a staging buffer, and a callback empties this buffer. Events do not wait
+    for the callback (bridge 1.19, device.cpp and lazy_kernels.cpp, copy_hpu_lazy_D2H).
+    """
     if not DEVICE.model.downloads_late or not DEVICE.hostile:
         return host.copy_(values)
     DEVICE.late.append((host, values.clone()))
@@ -92,7 +94,7 @@ def _to_copy(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         result = download("copy to the host", tensor)
         if dtype is not None:
             result = result.to(dtype)
-        # torch 2.11 may allocate pinned memory here; its C++ code was not checked.
+        # Torch 2.11 may allocate pinned memory here; we have not checked its C++ code.
         return result if waits or DEVICE.compile_only else _arrives_late(torch.empty_like(result), result)
     rest = {key: kwargs[key] for key in ("dtype", "memory_format") if kwargs.get(key) is not None}
     if dtype is torch.float8_e4m3fn and tensor.dtype is not torch.float8_e4m3fn:
@@ -119,7 +121,8 @@ def _one_hot(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _indexed(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Index with tensors. Masks have data-dependent shapes, and indices on the host are copied to the card."""
+    """Run an indexing operation. Masks are counted because their results have data-dependent shapes, and indices on the
+    host are copied to the card."""
     indices = []
     for index in args[1]:
         if isinstance(index, torch.Tensor):
@@ -139,8 +142,8 @@ def _never_pinned(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _reshape_in_place(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Change the shape or strides of a tensor in place. No operation on the card is needed, because the shape and
-    strides of its tensors are stored on the host. This is rejected in a capture, where it has never been tested."""
+    """Change the shape or strides of a tensor in place. This needs no operation on the card, because the host stores
+    the shapes and strides. It is rejected during a capture, because nobody has tested this on a card."""
     target: DeviceTensor = args[0]
     DEVICE.refuse_in_capture(f"aten.{info.name} changes the geometry of a device tensor in place")
     rest = [item.inner if isinstance(item, DeviceTensor) else item for item in args[1:]]

@@ -1,4 +1,4 @@
-"""Operations that the device computes differently than torch on a CPU, applied to plain CPU (or meta) tensors."""
+"""Kernels for operations whose results on the device differ from torch's on a CPU. They take CPU or meta tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ aten = torch.ops.aten
 
 
 def checked(index: torch.Tensor, size: int, what: str) -> torch.Tensor:
-    """Return the index with the dtype that the card uses. Real cards are not known to detect indices out of range."""
+    """Check that the index is within the dimension, and return it. Negative values are rejected, or are converted to
+    positions from the start if the card accepts them. Real cards are not known to check for out-of-range indices."""
     if index.is_meta or index.numel() == 0:
         return index
     low, high = index.aminmax()
@@ -69,8 +70,8 @@ def _along(func: Any, what: str) -> Callable[..., torch.Tensor]:
 
 
 def _rows_of_bytes(name: str) -> Callable[..., torch.Tensor]:
-    """Return a kernel that also copies FP8 rows, which torch cannot copy on a CPU. A card can copy them: vllm-gaudi
-    writes its FP8 cache in this way (extension/utils.py)."""
+    """Return a kernel that can also copy FP8 rows, which torch cannot do on a CPU. A card can: vllm-gaudi writes its
+    FP8 cache in this way (extension/utils.py)."""
     copy = _along(getattr(aten, name).default, name)
 
     def run(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -100,12 +101,13 @@ def _embedding(weight: torch.Tensor, indices: torch.Tensor, *args: Any, **kwargs
 
 
 def one_hot(classes: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Return one-hot vectors, with zeros for class -1, for which torch raises an error."""
+    """Return one-hot vectors. The vector for class -1 is all zeros, whereas torch would raise an error."""
     return (classes.unsqueeze(-1) == torch.arange(num_classes, device=classes.device)).to(torch.int64)
 
 
 def _log1p(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute log(1 + x). A hostile card computes exactly this, because the error of cards near zero is unpublished."""
+    """Compute log(1 + x). A hostile card first rounds 1 + x, which loses precision near zero, because the precision of
+    real cards is not published."""
     if not DEVICE.hostile:
         return aten.log1p.default(tensor)
     return (tensor.float() + 1).log_().to(tensor.dtype)
@@ -116,12 +118,12 @@ def _log1p_(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_e4m3(tensor: torch.Tensor, limit: float) -> torch.Tensor:
-    """Convert to e4m3 with saturation, like the device. Torch returns NaN for values above its own limit."""
+    """Convert to e4m3 like the device, which clamps values to `limit`. Torch returns NaN for values above 448."""
     return tensor.clamp(-limit, limit).to(torch.float8_e4m3fn)
 
 
 def as_read(e4m3: torch.Tensor, limit: float) -> torch.Tensor:
-    """Return the values as the device reads them, in which bytes for values above its limit are NaN."""
+    """Return the values as the device reads them: bytes that represent values above `limit` are NaN."""
     if not DEVICE.hostile or limit == torch.finfo(torch.float8_e4m3fn).max:
         return e4m3
     past = e4m3.float().abs() > limit

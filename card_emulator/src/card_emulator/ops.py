@@ -1,4 +1,4 @@
-"""How the device handles each operation. This is determined once per operation and looked up at every call."""
+"""Properties of operations that determine how the device handles them. They are computed once for each operation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Composite operations that the device runs as a single kernel or that only create views. All others are decomposed, so
-# that reads and dynamic shapes inside them are detected.
+# Composite operations that run as a single kernel or only create views. All other composite operations are decomposed,
+# so that host reads and dynamic shapes inside them are detected.
 _WHOLE = names(
     "linear matmul reshape contiguous flatten unflatten softmax log_softmax chunk narrow split movedim swapaxes "
     "numpy_T mT einsum layer_norm rms_norm group_norm square pad conv1d conv2d scaled_dot_product_attention "
@@ -26,7 +26,7 @@ _WHOLE = names(
 _MAYBE_VIEWS = names("reshape contiguous flatten type_as to einsum dropout positive real")
 # Operations whose result shares memory with the argument and covers all of it.
 _SAME = names("detach alias lift_fresh detach_")
-# Operations whose result size is read on the host: nonzero, and everything based on it.
+# Operations whose result size depends on values and must be read on the host: nonzero, and everything based on it.
 _DYNAMIC = names(
     "nonzero nonzero_numpy masked_select _unique _unique2 unique_dim unique_consecutive bincount"
     " repeat_interleave.Tensor where.default"
@@ -63,13 +63,14 @@ def _flops_of_attention(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
 
 
 def _flops_of_experts(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
-    """Return the number of floating-point operations in the experts to which the router sends tokens."""
+    """Return the number of floating-point operations in the experts that the router selects."""
     lists = [list_ for list_ in args if isinstance(list_, (list, tuple)) and list_ and list_[0].dim() == 2]
     result: int = 2 * args[1].numel() * sum(weights[0].numel() for weights in lists)
     return result
 
 
-# Maps the name of a packet to a function of the arguments and the first result.
+# Maps the name of a packet to a function of the arguments and the first result that returns the number of
+# floating-point operations.
 FLOPS: dict[str, Callable[[Sequence[Any], dict[str, Any], Any], int]] = {
     **dict.fromkeys(("mm", "bmm", "matmul", "linear", "mv", "dot"), _flops_of_product),
     **dict.fromkeys(("addmm", "baddbmm", "_scaled_mm"), _flops_of_addmm),
@@ -84,23 +85,23 @@ FLOPS: dict[str, Callable[[Sequence[Any], dict[str, Any], Any], int]] = {
 @dataclass(slots=True, eq=False)
 class OpInfo:
     func: Any
-    """The overload, with which composite operations are decomposed."""
+    """The `OpOverload`, whose `decompose` method splits composite operations."""
     name: str
-    """The name without a namespace, such as `index.Tensor`."""
+    """The name without its namespace, such as `index.Tensor`."""
     packet: str
     overload: str
     run: Callable[..., Any]
-    """A function that runs the operation on inner tensors. Captured graphs replay this function."""
+    """A function that runs the operation on CPU tensors. Captured graphs replay this function."""
     writes: tuple[int | str, ...]
-    """Positions or names of arguments that are changed in place."""
+    """The positions or names of the arguments that are changed in place."""
     view: bool
     maybe_view: bool
     same: bool
     fresh: bool
-    """Whether results always have new memory."""
+    """Whether the results always have new memory."""
     decompose: bool
     special: bool
-    """Whether the operation must be checked before it runs, because one of the fields below is set."""
+    """Whether the operation must be counted or checked before it runs."""
     dynamic: bool
     reads: bool
     on_host: bool
@@ -111,7 +112,7 @@ class OpInfo:
     sorts: bool
     flops: Callable[[Sequence[Any], dict[str, Any], Any], int] | None
     handler: Callable[..., Any] | None = None
-    """A handler that replaces the general code for this operation."""
+    """A function that handles this operation instead of `tensor.execute`."""
 
     def computes(self, new: Sequence[Any]) -> bool:
         """Whether the operation does work instead of only creating a view."""

@@ -1,5 +1,8 @@
-"""Parameters on the card. `Module.to` and `param.data = ...` change the existing object, so that its class, attributes
-and tied weights are kept. Torch does the same for devices with native tensors (`_has_compatible_shallow_copy_type`)."""
+"""Parameters on the card.
+
+`Module.to` and `param.data = ...` modify the existing parameter object, so that it keeps its class and attributes, and
+tied weights stay tied. Torch does the same for devices with native tensors (`_has_compatible_shallow_copy_type`).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from card_emulator.tensor import OWN_STATE, DeviceTensor
 
 
 def _patched_new(original: Any) -> Any:
-    """Create a parameter of the requested class. For a subclass of Parameter, torch would return the plain wrapper
-    tensor, whose class does not have the subclass's __init__."""
+    """Create a parameter of the requested class. For a subclass of Parameter, torch would return a plain DeviceTensor,
+    which lacks the subclass's __init__."""
 
     def __new__(cls: Any, data: Any = None, requires_grad: bool = True, **kwargs: Any) -> Any:
         if not isinstance(data, DeviceTensor) or cls is torch.nn.Parameter or kwargs:
@@ -43,8 +46,8 @@ def _parameter_class(cls: type) -> Any:
 
 
 def _become(parameter: Any, value: torch.Tensor) -> None:
-    """Replace the contents of `parameter` with `value`, which is on a different device and therefore has a different
-    tensor type in torch."""
+    """Replace the contents of `parameter` with `value`, which may be on a different device and therefore be a different
+    type of tensor."""
     with torch.inference_mode(parameter.is_inference()), torch.no_grad():
         if isinstance(value, DeviceTensor):
             other = _on_the_card(type(parameter), value, parameter.requires_grad)

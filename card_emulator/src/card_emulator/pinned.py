@@ -1,5 +1,5 @@
-"""Pinned host memory, which stock torch supports only with CUDA. Pinning applies to a whole allocation and therefore to
-all of its views."""
+"""Pinned host memory, which stock torch does not support for the emulated card. Pinning applies to a whole allocation
+and therefore to all of its views."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_pinned(tensor: torch.Tensor, *args: Any) -> bool:
 
 def _pin(fresh: torch.Tensor) -> torch.Tensor:
     if DEVICE.where.type == "hpu" and DEVICE.hostile and not DEVICE.pid:
-        # The driver allocates pinned memory (bridge 1.19, PinnedMemoryAllocator.cpp).
+        # The driver allocates pinned memory, so the device must be open (bridge 1.19, PinnedMemoryAllocator.cpp).
         raise DeviceRefusal("pinned memory is allocated before the device was opened")
     fresh.untyped_storage()._pinned = True  # type: ignore[attr-defined]
     return fresh
@@ -45,7 +45,7 @@ def _patched_factory(original: Any) -> Any:
 def install() -> None:
     patch(torch.Tensor, "pin_memory", _patched_pin)
     patch(torch.Tensor, "is_pinned", lambda original: is_pinned)
-    # Torch determines once which functions `with torch.device(...)` changes, and must find its original functions.
+    # Torch determines only once which functions `with torch.device(...)` affects. Do this before they are replaced.
     _device._device_constructors()
     for name in ("empty", "zeros", "tensor", "as_tensor"):
         patch(torch, name, _patched_factory)

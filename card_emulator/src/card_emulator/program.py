@@ -1,4 +1,4 @@
-"""A captured graph, as a list of calls on plain CPU tensors, and the capture that records it."""
+"""Captured graphs, stored as lists of calls on CPU tensors, and the captures that record them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from card_emulator.ops import OpInfo
 from card_emulator.source import Line, caller, describe
 from card_emulator.tensor import DeviceTensor, Operation, real, written
 
-# Counters of a capture that are incremented again by every replay.
+# The counters to which every replay adds the values from the capture.
 REPEATED = ("ops", "bytes_moved", "kv_bytes_read", "flops", "sorts", "sort_elements", "float64_ops", "collectives")
 
 
 def count_replay(work: Tally, record: GraphRecord) -> None:
-    """Count a replay of a graph whose work is `work`."""
+    """Count a replay of a graph. `work` contains the counters from its capture."""
     step = DEVICE.counters.step
     step.graph_replays += 1
     step.launches += 1
@@ -30,7 +30,7 @@ def count_replay(work: Tally, record: GraphRecord) -> None:
 
 
 def _find_dtype(args: Sequence[Any], results: Sequence[Any]) -> str:
-    """Return the dtype of the first tensor that is not a mask, where operands precede results."""
+    """Return the dtype of the first tensor in the operands and then the results that is not a boolean mask."""
     tensors = [item for item in tree_leaves((args, results)) if isinstance(item, DeviceTensor)]
     dtypes = [tensor.dtype for tensor in tensors]
     found = next((dtype for dtype in dtypes if dtype is not torch.bool), torch.bool)
@@ -42,11 +42,11 @@ class Call(NamedTuple):
     args: list[Any]
     kwargs: dict[str, Any]
     holes: list[tuple[Any, Any, int]]
-    """(container, key, slot): where to insert the tensor of a slot before the call."""
+    """Tuples (container, key, slot): before the call, the tensor in `slot` is stored in `container[key]`."""
     outs: int | list[int]
-    """Slots of the results, or -1 for a result that is an argument changed in place."""
+    """The slots of the results. The slot is -1 if the result is an argument that was changed in place."""
     dead: list[int]
-    """Slots that are not read by any later call."""
+    """The slots to free after the call, because no later call reads them."""
 
 
 class Program:
@@ -56,7 +56,7 @@ class Program:
         self.num_slots = 0
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        """Run the calls and return all slots. Slots that were freed during the run are None."""
+        """Run the calls and return the contents of all slots. Freed slots contain None."""
         slots: list[Any] = [None] * self.num_slots
         slots[: len(inputs)] = inputs
         number = 0
@@ -83,10 +83,10 @@ class Program:
 
 
 class Capture:
-    """A graph that is being recorded. It keeps references to tensors that are neither inputs nor results."""
+    """A graph capture in progress. It keeps references to the external tensors that the graph uses, such as weights."""
 
     what = "graph capture"
-    """The name of this activity in messages."""
+    """The name of this kind of capture in messages."""
 
     def __init__(self, name: str, track_results: bool = False) -> None:
         self.name = name
@@ -176,21 +176,21 @@ class Capture:
         return slot
 
     def check_write(self, target: DeviceTensor, info: OpInfo, line: Line) -> None:
-        """Prepare to record an operation that changes a tensor in place."""
+        """Reject an operation that changes a tensor in place, if the card cannot record it."""
 
     def check_collective(self, name: str) -> None:
-        """Prepare to record a collective."""
+        """Reject a collective if the card cannot record it."""
 
     def mark_step(self) -> None:
-        """Handle an explicit marker during the capture."""
+        """Handle a call to `mark_step` during the capture."""
 
     def makes(self, memory: Any) -> bool:
         """Whether this memory was allocated during the capture."""
         return id(memory) in self._own_memory
 
     def read_inputs(self, outputs: set[int]) -> set[int]:
-        """Return the slots of inputs on which an output or an in-place change depends. A lazy graph contains no other
-        inputs. Inputs that are only returned unchanged are not included."""
+        """Return the slots of the inputs on which an output or an in-place change depends. A lazy graph contains only
+        these inputs. Inputs that are merely returned unchanged are not included."""
         needed = {slot for slot in outputs if slot >= self.num_inputs}
         for call in reversed(self.program.calls):
             outs = {call.outs} if isinstance(call.outs, int) else set(call.outs)
@@ -199,7 +199,8 @@ class Capture:
         return {slot for slot in needed if slot < self.num_inputs}
 
     def finish(self, kept_slots: set[int]) -> tuple[Program, int]:
-        """Record the last use of each slot that is not in `kept_slots`, and return the program and its peak memory."""
+        """Free each slot after its last use unless it is in `kept_slots`, and return the program and its peak
+        memory."""
         last: dict[int, int] = {}
         for number, call in enumerate(self.program.calls):
             for slot in (call.outs,) if isinstance(call.outs, int) else call.outs:

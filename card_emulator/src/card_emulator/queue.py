@@ -1,4 +1,4 @@
-"""Queues for operations outside graphs."""
+"""The queue of operations outside graphs, and the interfaces that it uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class QueuedTensor(Protocol):
 
 
 class Queue:
-    """The default queue. It launches each operation as soon as it is issued, using a precompiled kernel."""
+    """A queue that launches each operation immediately. Subclasses may collect operations before they launch them."""
 
     keyed = False
     """Whether `record` needs a key that describes the operation."""
@@ -32,18 +32,25 @@ class Queue:
         self.epoch = 1
 
     def enter(self, tensor: Any) -> Any:
-        """Return the part of the key for a tensor that is used for the first time since the last flush."""
+        """Return the key element for a tensor that is used for the first time since the last flush."""
         raise NotImplementedError
 
     def record(
         self, key: list[Any], new: Sequence[QueuedTensor], written: Sequence[QueuedTensor], computes: bool
     ) -> None:
-        """Record an operation. `key` contains its name, its scalar arguments, and a description of its tensors."""
+        """Record an operation.
+
+        Args:
+            key: The operation's name and scalar arguments, and an element for each tensor argument.
+            new: The results that have new tensors.
+            written: The arguments that are changed in place.
+            computes: Whether the operation does work instead of only creating a view.
+        """
         self.device.counters.step.launches += computes
 
     def is_pending(self, tensor: QueuedTensor) -> bool:
         return False
 
     def flush(self, cause: str) -> bool:
-        """Launch the pending operations. Returns whether there were any."""
+        """Launch the pending operations, and return whether there were any."""
         return False

@@ -1,4 +1,4 @@
-"""Reports of the counters: a table for people, and JSON for scripts."""
+"""Reports of the card's counters, as a table for people and as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def as_json(device: Device | Card) -> dict[str, Any]:
 
 
 def _estimate(generation: str, steps: list[Tally], num_recipes: int) -> dict[str, Any] | None:
-    """Return time estimates, or None for a card for which not enough figures are published."""
+    """Return time estimates, or None if the card's published specifications are not sufficient for an estimate."""
     if generation not in cost.CARDS:
         return None
     return {
@@ -45,7 +45,7 @@ def _estimate(generation: str, steps: list[Tally], num_recipes: int) -> dict[str
         "mean_step_seconds": (
             sum(cost.step_seconds(step, generation) for step in steps) / len(steps) if steps else None
         ),
-        # Recipes for prompts take longer but are not distinguished here, so this value is a lower bound.
+        # Prefill recipes take longer to compile but are not distinguished here, so this value is a lower bound.
         "warmup_seconds_at_least": num_recipes * cost.RECIPE_SECONDS,
     }
 
@@ -66,8 +66,8 @@ def as_table(device: Device) -> str:
     if report["graphs"]:
         recipes = sum(graph["recipes"] for graph in report["graphs"])
         lines.append(
-            f"graphs: {len(report['graphs'])}, {report['graphs_held']} of them held; of {recipes} recipes, "
-            f"{report['graph_recipes']} of them different"
+            f"graphs: {len(report['graphs'])} captured, {report['graphs_held']} still in memory, with {recipes} "
+            f"recipes, {report['graph_recipes']} of them distinct"
         )
         lines += [
             f"  {graph['replays']:>8} replays of {graph['name']} [{graph['key']}], {graph['ops']} ops, "
@@ -79,8 +79,9 @@ def as_table(device: Device) -> str:
     estimate = report["estimate"]
     if estimate is not None:
         if estimate["mean_step_seconds"] is not None:
-            lines.append(f"estimate: {estimate['mean_step_seconds'] * 1e3:.3f} ms a step")
+            lines.append(f"estimate: {estimate['mean_step_seconds'] * 1e3:.3f} ms per step")
         lines.append(
-            f"estimate: {estimate['warmup_seconds_at_least']:.0f} s or more for {report['graph_recipes']} recipes"
+            f"estimate: at least {estimate['warmup_seconds_at_least']:.0f} s to compile "
+            f"{report['graph_recipes']} recipes"
         )
     return "\n".join(lines)

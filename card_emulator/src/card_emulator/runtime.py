@@ -1,4 +1,4 @@
-"""The parts of `torch.hpu` that every accelerator has. Calls return only after their work is done."""
+"""The parts of `torch.hpu` that every accelerator's module has. All of its operations are synchronous."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Event:
         self._at = time.perf_counter()
 
     def synchronize(self) -> None:
-        DEVICE.refuse_in_capture("an event is waited for")
+        DEVICE.refuse_in_capture("the program waits for an event")
         DEVICE.counters.step.syncs += 1
         DEVICE.counters.event("sync", "Event.synchronize")
 
@@ -57,12 +57,12 @@ class Event:
 
     def elapsed_time(self, end: Event) -> float:
         if not (self._timed and end._timed) or self._at is None or end._at is None:
-            raise RuntimeError("both events must be recorded, and made with enable_timing=True")
+            raise RuntimeError("both events must be recorded and must have been created with enable_timing=True")
         return (end._at - self._at) * 1e3
 
 
 class Streams:
-    """The stack of streams, of which the last one is current."""
+    """A stack of streams. The last one is the current stream."""
 
     def __init__(self, kind: type[Stream]) -> None:
         self._default = kind()
@@ -169,7 +169,7 @@ def no_bad_fork() -> bool:
     return DEVICE.blocked is not None
 
 
-# Names that exist in the module of every card.
+# The attributes that the torch module of every card has.
 COMMON: dict[str, Any] = {
     "_lazy_init": init,
     "manual_seed_all": manual_seed,

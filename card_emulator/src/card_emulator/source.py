@@ -13,24 +13,27 @@ import torch
 
 Line = tuple[CodeType, int]
 
-# Files whose frames are never reported, because they only forward calls.
+# Files that are never reported as a source, because they only forward calls.
 _SKIPPED = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(__file__) + os.sep,
     *(module.__file__ or "" for module in (contextlib, copy, functools)),
     "<frozen",
 )
-# Files that are also skipped when the cause of a copy, a wait or a launch is reported.
+# The files to skip when the cause of a copy, a wait or a launch is reported.
 _PASSING_ON = _SKIPPED
 _verifications: dict[CodeType, bool] = {}
 _is_cause: dict[CodeType, bool] = {}
 
 
 def look_past(observers: tuple[str, ...], backends: tuple[str, ...]) -> None:
-    """Never report these files of a worker as the source of an event.
+    """Report the callers of these files, instead of the files themselves, as the source of an event.
 
-    Each entry is the path of a file, or of a folder with a trailing separator. `observers` see every operation on its
-    way to the card. `backends` copy, wait and launch on behalf of their callers, which are reported instead.
+    Args:
+        observers: Files that intercept every operation on its way to the card.
+        backends: Files that copy, wait and launch on behalf of their callers.
+
+    Each entry is the path of a file, or of a folder with a trailing separator.
     """
     global _SKIPPED, _PASSING_ON
     _SKIPPED = (*_SKIPPED, *observers)
@@ -58,7 +61,7 @@ def _innermost(skipped: tuple[str, ...], verifications: dict[CodeType, bool]) ->
 
 
 def own_caller(line: Line) -> str:
-    """Return `line` as text. If the line is in an installed package, also return the nearest line outside any."""
+    """Return `line` as text. If the line is in an installed package, add the innermost frame outside such packages."""
     text = describe(line)
     if "site-packages" not in line[0].co_filename:
         return text
@@ -82,6 +85,6 @@ def describe(line: Line) -> str:
 
 
 def here() -> str:
-    """Return the source of the current event: the innermost frame outside torch, this package and a worker's
-    backends."""
+    """Return the source of the current event: the innermost frame that is not in torch, in this package, or in a file
+    passed to `look_past`."""
     return own_caller(_innermost(_PASSING_ON, _is_cause))

@@ -1,4 +1,4 @@
-"""A tensor that reports the card as its device and stores its values in a CPU tensor. Operations on it run here."""
+"""Tensors that report the card as their device and store their values in CPU tensors, and operations on them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class DeviceTensor(torch.Tensor):
     inner: torch.Tensor  # type: ignore[assignment]  # hides torch.inner
     """The values, or a meta tensor if the tensor was created in compile-only mode."""
     memory: Allocation
-    # Class attributes contain the defaults, so that creating a tensor sets only a few attributes.
+    # The defaults are class attributes, so that creating a tensor sets only a few attributes.
     part = False
-    """Whether the tensor is a view of a part of another tensor."""
+    """Whether the tensor is a view of another tensor, unless it covers all of it like `detach`."""
     ghost = False
-    """Whether the tensor was created in compile-only mode and therefore has no values."""
+    """Whether the tensor has no values, because it was created in compile-only mode."""
     twin: torch.Tensor | None = None
-    """The tensor that replaces `inner` in compile-only mode."""
+    """A meta tensor that replaces `inner` in compile-only mode, or None until it is needed."""
     epoch = 0
     index = 0  # type: ignore[assignment]
     pending = False
@@ -71,7 +71,7 @@ class DeviceTensor(torch.Tensor):
 
     @property
     def data(self) -> DeviceTensor:
-        # A parameter becomes a plain tensor, which may be changed in place regardless of autograd.
+        # If this is a parameter, return a plain tensor, which can be changed in place regardless of autograd.
         return self.detach() if isinstance(self, torch.nn.Parameter) else self  # type: ignore[return-value]
 
     @data.setter
@@ -145,10 +145,10 @@ def _from_host(host: torch.Tensor) -> DeviceTensor:
 
 
 def real(tensor: DeviceTensor) -> torch.Tensor:
-    """Return the tensor's values. Values that were never computed because of compile-only mode are garbage."""
+    """Return the tensor's values. If they were never computed because of compile-only mode, return garbage."""
     if tensor.ghost:
         DEVICE.counters.step.garbage_reads += 1
-        DEVICE.counters.event("garbage read", "a tensor of compile-only mode")
+        DEVICE.counters.event("garbage read", "a tensor created in compile-only mode")
         meta = tensor.inner
         tensor.inner = garbage(torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype))
         tensor.ghost = False
@@ -156,8 +156,8 @@ def real(tensor: DeviceTensor) -> torch.Tensor:
 
 
 def garbage(values: torch.Tensor) -> torch.Tensor:
-    """Fill a tensor with values that are not valid indices or tokens and are far from the values in a model. On a kind
-    card, the tensor is filled with zeros."""
+    """Fill a tensor with values that are too large to be valid indices, token IDs or activations. On a kind card, fill
+    it with zeros."""
     if not DEVICE.hostile:
         return values.zero_()
     if values.dtype is torch.bool:
@@ -177,7 +177,7 @@ def _shape_only(tensor: DeviceTensor) -> torch.Tensor:
 
 
 class Operation(NamedTuple):
-    """An operation that was called during a recording."""
+    """An operation that was called during a graph capture."""
 
     info: OpInfo
     run: Callable[..., Any]
@@ -185,13 +185,13 @@ class Operation(NamedTuple):
     kwargs: dict[str, Any]
     results: Sequence[Any]
     new: Sequence[DeviceTensor]
-    """Results that are not arguments."""
+    """The results that are not arguments changed in place."""
     single: bool
     """Whether the operation returned a single result instead of a sequence."""
 
 
 def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[..., Any] | None = None) -> Any:
-    """Run an operation on inner tensors, record it, and wrap its results."""
+    """Run an operation on the CPU tensors, record it, and wrap its results."""
     device = DEVICE
     if device.blocked is not None:
         raise DeviceRefusal(device.blocked)
@@ -219,7 +219,7 @@ def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Call
         results = [call.wrap(item) if isinstance(item, torch.Tensor) else item for item in out]
         result = tuple(results) if isinstance(out, tuple) else results
     elif out is None and info.writes:
-        # Operations on lists of tensors change the tensors in place and return nothing.
+        # In-place operations on lists of tensors return nothing.
         single, result, results = True, None, (None,)
     else:
         return out
@@ -244,7 +244,7 @@ def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Call
 
 
 class Operands:
-    """The tensors of an operation while they are unwrapped and wrapped again, and its key in the lazy graph."""
+    """Unwraps an operation's arguments, wraps its results, and builds its key in the lazy graph."""
 
     __slots__ = ("compile_only", "graph", "info", "inners", "key", "new", "wrappers")
 
@@ -258,7 +258,7 @@ class Operands:
         self.key: list[Any] = [info.name]
 
     def unwrap_all(self, args: Sequence[Any]) -> list[Any]:
-        """Unwrap the arguments. For speed, the two most common kinds are handled inline."""
+        """Unwrap the arguments. For speed, the two most common types of arguments are handled inline."""
         found: list[Any] = []
         graph, key = self.graph, self.key
         for arg in args:
@@ -321,7 +321,7 @@ class Operands:
 
 def view_of(base: DeviceTensor, inner: torch.Tensor, memory: Allocation, part: bool) -> DeviceTensor:
     if torch.is_inference_mode_enabled() and not base.is_inference():
-        with torch.inference_mode(False):  # a tensor created in this mode shares its version counter with its views
+        with torch.inference_mode(False):  # a tensor created outside inference mode shares its version with its views
             return DeviceTensor(inner, memory, part)
     return DeviceTensor(inner, memory, part)
 
@@ -334,7 +334,7 @@ def _values(tensor: DeviceTensor, compile_only: bool) -> torch.Tensor:
 
 
 def written(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> list[DeviceTensor]:
-    """Return the arguments that the operation changes in place."""
+    """Return the device tensors that the operation changes in place."""
     found: list[DeviceTensor] = []
     for key in info.writes:
         value = kwargs.get(key) if isinstance(key, str) else (args[key] if key < len(args) else None)
@@ -347,7 +347,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _before(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Count or reject an operation before it runs."""
+    """Count or reject an operation before it runs, and return its keyword arguments."""
     device = DEVICE
     name = f"aten.{info.name}"
     if check := _CHECKS.get(info.name):
@@ -372,27 +372,27 @@ def _before(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[s
 
 
 def refuse_values(what: str) -> None:
-    """Reject reading a value during a graph capture and in compile-only mode, which computes no values."""
+    """Raise an error during a graph capture and in compile-only mode, where no values can be read."""
     DEVICE.refuse_in_capture(f"{what} reads a value on the host")
     if DEVICE.compile_only:
         raise DeviceRefusal(f"{what} at {here()} reads a value, and compile-only mode computes none")
 
 
 def check_range(values: torch.Tensor, what: str) -> None:
-    """Reject int64 values that do not fit in 32 bits, for lazy mode. In compiled mode, int64 has 64 bits (bridge 1.19
-    and 1.24, env_flags: PT_ENABLE_INT64_SUPPORT is on if PT_HPU_LAZY_MODE=0)."""
+    """Reject int64 values that do not fit in 32 bits. Only lazy mode needs this check: compiled mode stores int64 in 64
+    bits (bridge 1.19 and 1.24, env_flags: PT_ENABLE_INT64_SUPPORT is on if PT_HPU_LAZY_MODE=0)."""
     if values.numel() == 0:
         return
     low, high = values.aminmax()
     if low < _INT32.min or high > _INT32.max:
         raise DeviceRefusal(
-            f"{what} at {here()}: int64 is held in 32 bits in lazy mode, and values reach from {int(low)} "
+            f"{what} at {here()}: lazy mode stores int64 in 32 bits, but the values range from {int(low)} "
             f"to {int(high)}"
         )
 
 
 def wide(tensor: DeviceTensor, what: str) -> None:
-    """Round a float64 result to the card's precision."""
+    """Round a float64 result to float32, in which the card computes it."""
     DEVICE.counters.step.float64_ops += 1
     DEVICE.counters.event("float64 computed as float32", what)
     kernels.through_float32(tensor.inner)
@@ -401,7 +401,7 @@ def wide(tensor: DeviceTensor, what: str) -> None:
 
 
 _WITHIN_REACH = (1 << 31) - 1
-"""The number of bytes that every engine of a card can address, regardless of the layout."""
+"""The number of bytes that every engine of a card can address in any memory layout."""
 
 
 def _account(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], call: Operands, results: Sequence[Any]) -> None:
@@ -443,12 +443,13 @@ def download(what: str, tensor: DeviceTensor) -> torch.Tensor:
 
 
 Handler = Callable[[OpInfo, Sequence[Any], dict[str, Any]], Any]
-# Handlers for operations that do more than compute, by name, and for whole namespaces, such as that of collectives.
-# Other modules register them.
+# Handlers for operations that do more than compute, by name or by namespace (such as that of collectives). Other
+# modules register them.
 _HANDLERS: dict[str, Handler] = {}
 _NAMESPACES: dict[str, Handler] = {}
 Check = Callable[[Sequence[Any], dict[str, Any]], None]
-# Checks for torch operations that a card rejects with certain arguments, by name. Other modules register them.
+# Maps the name of a torch operation to a function that rejects certain arguments. Other modules register these
+# functions.
 _CHECKS: dict[str, Check] = {}
 
 

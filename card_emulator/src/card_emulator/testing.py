@@ -1,4 +1,4 @@
-"""Tensors and graphs on the emulated Gaudi, for testing programs that run on it."""
+"""Helpers that create tensors and graphs on the emulated Gaudi in tests."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ import torch
 
 
 def distinct_elements(tensor: torch.Tensor) -> int:
-    """Return the number of distinct elements in memory, also for expanded tensors and overlapping windows."""
+    """Return the number of elements that the tensor occupies in memory. Elements that several indices share, as in
+    expanded tensors and overlapping windows, are counted once."""
     numel = tensor.numel()
     if numel == 0 or tensor.is_contiguous():
         return numel
@@ -26,26 +27,26 @@ def distinct_bytes(tensor: torch.Tensor) -> int:
 
 
 def read_bytes(packet: str, position: int, args: Sequence[Any], kwargs: dict[str, Any], operand: torch.Tensor) -> int:
-    """Return the size of an operand, or of the part of it that the operation reads according to `READS`."""
+    """Return the number of bytes that an operation reads from an operand: all of it, unless `READS` says otherwise."""
     part = READS.get(packet)
     nbytes = part(position, args, kwargs) if part is not None else None
     return distinct_bytes(operand) if nbytes is None else nbytes
 
 
 def gathered_bytes(table: torch.Tensor, made: int) -> int:
-    """Return the number of bytes that a gather reads. This is the size of its result, except that expanded dimensions
-    are read only once."""
+    """Return the number of bytes that a gather reads from `table`. This is `made`, the size of its result, except that
+    expanded dimensions are read only once."""
     numel = table.numel()
     return made * distinct_elements(table) // numel if numel else 0
 
 
 def changed_bytes(packet: str, overload: str, args: Sequence[Any], target: torch.Tensor) -> tuple[int, int]:
-    """Return the numbers of bytes in its target that an in-place operation reads and writes."""
+    """Return how many bytes of its target an in-place operation reads, and how many it writes."""
     elements = distinct_elements(target)
     read = packet not in _OVERWRITES and overload != "out" and not overload.endswith("_out")
     touched = TOUCHED.get(packet)
     if touched is not None and read:
-        # Elements that occur several times in the index count once.
+        # An element that the index contains several times is counted only once.
         elements = min(elements, touched(args))
         read = packet in _ACCUMULATES or "reduce" in overload or _accumulates(packet, args)
     nbytes = elements * target.element_size()
@@ -57,7 +58,7 @@ def _accumulates(packet: str, args: Sequence[Any]) -> bool:
 
 
 def _put(args: Sequence[Any]) -> int:
-    """Return the number of elements that index_put_ addresses. A mask may address all elements."""
+    """Return the number of elements that index_put_ writes. For a mask, this is an upper bound: all elements."""
     tensor, indices = args[0], args[1]
     index_tensors = [index for index in indices if index is not None]
     numel: int = tensor.numel()
@@ -88,10 +89,10 @@ _OVERWRITES = frozenset(
         *("exponential_", "bernoulli_", "geometric_", "cauchy_", "log_normal_"),
     )
 )
-# Maps a packet to a function of an operand's position and the arguments. The function returns the number of bytes read,
-# or None for all of them.
+# Maps a packet to a function of an operand's position and the arguments. The function returns the number of bytes that
+# are read from the operand, or None if all of it is read.
 READS: dict[str, Callable[[int, Sequence[Any], dict[str, Any]], int | None]] = {}
-# Maps an indexed update to a function of its arguments, which returns the number of elements addressed.
+# Maps the packet of an indexed update to a function of its arguments that returns the number of elements written.
 TOUCHED: dict[str, Callable[[Sequence[Any]], int]] = {
     **dict.fromkeys(("index_copy_", "index_add_", "index_reduce_"), _numel(3)),
     **dict.fromkeys(("scatter_", "scatter_add_", "scatter_reduce_"), _numel(2)),

@@ -77,7 +77,7 @@ def test_p02_estimates_of_a_step(card: Any) -> None:
     step = card.next_step()
     assert 0 < cost.step_seconds(step, "gaudi3") < cost.step_seconds(step, "gaudi2") < 1e-3
     assert pytest.approx(49 - 32) == 3 * 47 * cost.RECIPE_SECONDS
-    with pytest.raises(ValueError, match="the card is one of"):
+    with pytest.raises(ValueError, match="the card must be one of"):
         cost.step_seconds(step, "gaudi1")
 
 

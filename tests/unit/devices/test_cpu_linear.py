@@ -153,4 +153,4 @@ def test_weights_of_one_shape_are_packed_alike(
     finally:
         torch.set_num_threads(before)
     assert max(errors) < 1e-4, errors
-    assert "torch had 1 threads, but 2 when this process loaded" in caplog.text
+    assert "torch has 1 threads, but it had 2 when this process loaded" in caplog.text

@@ -384,7 +384,7 @@ def test_m12_hidden_states_are_refused_as_router_logits() -> None:
     """vLLM passes hidden states if it routes in its runner."""
     here: Any = SimpleNamespace(local_experts=None, moe=SimpleNamespace(num_experts=6))
     hidden = torch.zeros(7, 8)
-    with pytest.raises(ValueError, match="6 experts cannot be routed by 8 logits"):
+    with pytest.raises(ValueError, match="router logits for 6 experts, but got 8"):
         experts.Experts.apply_monolithic(here, SimpleNamespace(), hidden, hidden)
 
 

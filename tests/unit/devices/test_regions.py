@@ -203,7 +203,7 @@ def test_number_counted_in_python_is_refused_when_traced_twice(regions: RegionCo
 
     assert regions.compiled(function)(torch.zeros(1)).tolist() == [1.0]
     regions.traces_twice = True
-    with pytest.raises(NotCompilableError, match=r"aten\.add\.Tensor .*different numbers.* in function"):
+    with pytest.raises(NotCompilableError, match=r"aten\.add\.Tensor .*differ between two traces.* in function"):
         regions.compiled(function)(torch.zeros(1))
 
 

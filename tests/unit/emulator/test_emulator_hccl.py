@@ -71,7 +71,7 @@ def what_a_gaudi_refuses(card: Any, world: int) -> None:
     # N01: in a capture, the first collective of a group.
     card.lazy_collectives = True
     run = graph(twice_the_sum)
-    with pytest.raises(RuntimeError, match="makes a communicator in a capture"):
+    with pytest.raises(RuntimeError, match="creates a communicator during a capture"):
         run(torch.zeros(2, device="hpu"))
     card.blocked, card.lazy_collectives = None, False
     # N04: integers are added as float32.

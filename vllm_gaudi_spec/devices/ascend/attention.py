@@ -1,8 +1,8 @@
 """The NPU's fused attention over paged KV for prompt chunks, decodes, and verify steps.
 
-The host knows all prompt chunk lengths, so prompt chunks use the TND layout with exact lengths and one small mask,
-either causal or windowed. Decode lengths are known only after the previous step, so decodes use a mask that is computed
-on the device, while the host provides upper bounds on the number of keys to read.
+The host knows the lengths of all prompt chunks. They use the TND layout with exact lengths and one small mask, either
+causal or windowed. The lengths of decodes are known only after the previous step, so decodes use a mask that the device
+computes, and the host provides only upper bounds on the number of keys to read.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.devices.ascend.graphs import HostLengths, HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
-# Documented limits of the operator for paged KV in the BSND layout.
+# The operator's documented limits for paged KV in the BSND layout.
 _BLOCK_SIZES = range(128, 513, 128)
 _MAX_HEAD_SIZE = 512
 _MAX_GROUP = 64
 _MAX_HEADS = 256
 _MAX_KV_WIDTH = 65535
 _MAX_KEYS_OF_ONE_QUERY = 262_144
-# This limit applies to TND. vllm-ascend excludes size 512 on these cards; `compresses_masks` tests other sizes.
+# The limit for the TND layout. vllm-ascend excludes size 512 on these cards. `compresses_masks` tests smaller sizes.
 _MAX_COMPRESSED_HEAD_SIZE = 256
 _COMPRESSED_MASK = 2048
 _CAUSAL, _WINDOW = 3, 4
 """Values of `sparse_mode`. In both modes, each row's last query is aligned with its last key."""
 _EVERYTHING = 2**31 - 1
-# Part of CANN's error message for an unsupported call.
+# The part of CANN's error message that identifies an unsupported call.
 _REFUSED = "aclnnFusedInferAttentionScore"
-# Makes the result zero for queries without visible keys. Only padding beyond a window or a bound has none.
+# A value of `inner_precise` that makes the result zero for queries without visible keys. Only padding has such queries.
 _CORRECTS_EMPTY_ROWS = 2
-# vllm-ascend uses this value with compressed masks. Another value would select a different kernel for grouped heads of
-# size 64, 128, or 192 (CANN 9.1.0, CheckSpecConditions in fused_infer_attention_score_tiling_v3.cpp).
+# The value of `inner_precise` that vllm-ascend uses with compressed masks. Other values select a different kernel for
+# grouped heads of size 64, 128, or 192 (CANN 9.1.0, CheckSpecConditions in fused_infer_attention_score_tiling_v3.cpp).
 _AS_OTHERS = 0
 
 
@@ -45,12 +45,12 @@ class Bounds:
     """Upper bounds on the number of keys in each decode row."""
 
     lengths_B: torch.Tensor
-    """Argument of the captured graph, in host memory."""
+    """An argument of the captured graph that is in host memory."""
     rows: slice
     step: int
-    """Bounds are multiples of this number, so that most steps need no update."""
+    """Bounds are rounded up to multiples of this number, so that most steps do not change them."""
     longest: int
-    """The maximum bound."""
+    """The largest possible bound."""
 
     def get_current_arguments(self) -> dict[str, list[int]]:
         lengths = self.lengths_B[self.rows].tolist()
@@ -62,16 +62,16 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLengths:
-    """Numbers of queries and keys in each prompt chunk.
+    """The numbers of queries and keys in each prompt chunk.
 
-    Each chunk is followed by a row for its padding, because the operator requires every query to belong to a row. The
-    padding row has a single key, like the row that vllm-ascend adds (attention_v1.py at 182b75ea84). The documentation
-    requires as many keys as queries, but so many keys might need too many KV blocks.
+    Each chunk is followed by a row for its padding, because the operator requires every query to belong to a row. Like
+    the row that vllm-ascend adds (attention_v1.py at 182b75ea84), the padding row has a single key. The documentation
+    requires at least as many keys as queries, but they might need more KV blocks than there are.
     """
 
     lengths_B: torch.Tensor
     counts_B: torch.Tensor
-    """Arguments of the captured graph, in host memory."""
+    """Arguments of the captured graph that are in host memory."""
     rows: slice
     num_queries: int
     """The number of queries per row, including padding."""
@@ -110,8 +110,8 @@ def takes_blocks(block_size: int) -> bool:
 def takes(spec: AttentionLayerSpec, num_queries: int, num_keys: int, dtypes: frozenset[torch.dtype]) -> bool:
     """Whether the operator supports this layer over block tables that cover `num_keys` keys.
 
-    It does not support latent keys, which also serve as values. Only the operator's second version accepts sinks
-    (`learnable_sink`), and it expects another layout.
+    It does not support latent keys, which also serve as values. Sinks (`learnable_sink`) are supported only by the
+    operator's second version, which expects a different layout.
     """
     return (
         spec.dtype in dtypes
@@ -141,7 +141,7 @@ def takes_compressed_masks(spec: AttentionLayerSpec, call: AttentionCall) -> boo
 
 
 def compressed_mask(device: torch.device) -> torch.Tensor:
-    """Return the int8 mask from which the operator derives any causal mask."""
+    """Return the int8 mask from which the operator derives causal masks of any size."""
     return torch.ones(_COMPRESSED_MASK, _COMPRESSED_MASK, dtype=torch.int8, device=device).triu(1)
 
 
@@ -164,8 +164,9 @@ def attend(
 ) -> torch.Tensor:
     """Compute attention with the fused operator.
 
-    `adds_up_blocks` is the result of the function of the same name. `mask` is the compressed mask, for calls that
-    support it.
+    Args:
+        adds_up_blocks: Whether the operator rejects rows that together have more KV blocks than the cache.
+        mask: The compressed mask, or None to use a dense mask.
     """
     keys, values = kv_cache.blocks()
     assert values is not None
@@ -263,8 +264,8 @@ def _split_rows(
 ) -> tuple[int, list[slice]]:
     """Return the maximum number of keys per row, and the rows to process in each run of the operator.
 
-    If `adds_up_blocks` is set, the rows in a run together have at most as many KV blocks as the cache, including
-    `of_padding` additional blocks per row.
+    If `adds_up_blocks` is set, the rows in a run together have at most as many KV blocks as the cache. This includes
+    `of_padding` additional blocks for each row.
     """
     width = call.block_table_BW.shape[1]
     longest = width * spec.block_size
@@ -282,9 +283,9 @@ def adds_up_blocks(
 ) -> bool:
     """Whether the operator rejects rows that together have more KV blocks than the cache.
 
-    Rows that share a prefix may have more. According to the documentation, the operator rejects such rows. CANN 8.5.0
-    checks this in one kernel, for several queries per row and some head sizes; 9.0.0 and 9.1.0 do not. This function
-    therefore tries the call on the card, for two rows that share a block. `mask` is the compressed mask.
+    Rows that share a prefix may have more. According to the documentation, the operator rejects such rows. In CANN
+    8.5.0, one kernel does, for several queries per row and some head sizes. CANN 9.0.0 and 9.1.0 do not. This function
+    therefore tries a call with two rows that share a block on the card. `mask` is the compressed mask, or None.
     """
     query = torch.zeros(2, num_queries, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
     form: dict[str, Any] = dict(input_layout="BSND", pre_tokens=_EVERYTHING, next_tokens=_EVERYTHING)
@@ -303,10 +304,11 @@ def adds_up_blocks(
 def compresses_masks(torch_npu: Any, device: torch.device, spec: AttentionLayerSpec, mask: torch.Tensor) -> bool:
     """Whether the operator supports prompt chunks in the TND layout for this kind of layer.
 
-    The documentation lists head sizes 128 and 192. CANN 9.1.0 supports all sizes up to 256. In 8.5.0, support depends
-    on the kernel selected by heads, groups, window, and blocks. One kernel supports only bfloat16 and rejects rows with
-    more queries than keys, such as padding (CheckSpecConditions, CheckInputShapeWhenLayoutIsTND). Cards rejected sizes
-    256 and 96 (vllm-ascend#9632, its MiniCPM3 page). This function tries a one-query chunk with padding.
+    The documentation lists head sizes 128 and 192, and CANN 9.1.0 supports all sizes up to 256. In CANN 8.5.0, support
+    depends on the kernel, which is selected by heads, groups, window, and blocks. One kernel supports only bfloat16 and
+    rejects rows with more queries than keys, such as padding (CheckSpecConditions, CheckInputShapeWhenLayoutIsTND).
+    Users reported that cards rejected sizes 256 (vllm-ascend#9632) and 96 (vllm-ascend's MiniCPM3 page). This function
+    therefore tries a one-query chunk with padding on the card.
     """
     query = torch.zeros(4, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
     keys = torch.zeros(2, spec.block_size, spec.num_kv_heads * spec.head_size, dtype=spec.dtype, device=device)

@@ -1,6 +1,6 @@
-"""The backend for Ascend NPUs. Steps run as NPU graphs through torch_npu.
+"""The backend for Ascend NPUs, which runs steps as NPU graphs through torch_npu.
 
-This backend has not yet run on a real NPU. On the emulated NPU in `card_emulator/`, this file runs unchanged.
+This backend has not yet run on a real NPU. It runs unchanged on the emulated NPU in `card_emulator/`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = init_logger(__name__)
 
 _BLOCK_SIZE = 128
 FUSED_DTYPES = frozenset({torch.float16, torch.bfloat16})
-"""Dtypes supported by fused attention and KV writes. All other dtypes use plain torch."""
+"""The dtypes that the fused attention and KV write operators support. For all others, plain torch is used."""
 
 
 class Card(NamedTuple):
@@ -61,7 +61,7 @@ def make_traits(name: str, torch_device: torch.device) -> DeviceTraits:
 
 # Matches torch_npu's out-of-memory message (NPUCachingAllocator.cpp, NPUWorkspaceAllocator.cpp).
 _OUT_OF_MEMORY = re.compile(r"NPU out of memory\.(?:.*?ried to allocate (\d+(?:\.\d+)?) (bytes|[KMG]iB))?")
-# CANN's error codes for running out of memory (`acl/error_codes`).
+# CANN's out-of-memory error codes (`acl/error_codes`).
 _NO_MEMORY = re.compile(r"(?<![\d.])207(?:001|018)(?!\d)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -69,7 +69,7 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 class AscendMemory(StreamMemory):
     measures_peak = True
     _measure_cann: int | None = None
-    """Memory in use before the first measured run that torch_npu did not account for."""
+    """The number of bytes in use before the first measured run that torch_npu had not allocated, such as CANN's own."""
     _fault: RuntimeError | None = None
     """The error that ended a copy to the host. torch_npu raises it only once and accepts no work afterwards."""
 
@@ -91,8 +91,8 @@ class AscendMemory(StreamMemory):
             raise RuntimeError(f"the NPU failed earlier: {in_one_line(self._fault)}") from self._fault
 
     def measure_peak(self, run: Callable[[], object]) -> int:
-        # Workspaces of operators and CANN's own memory are visible only in the card's free memory. CANN does not return
-        # them, so the memory taken in one run adds to the memory that tensors need in the next.
+        # Only the card's free memory shows how much CANN itself and operator workspaces use. CANN never frees this
+        # memory, so what one run takes adds to what the next one needs.
         self.synchronize()
         self._runtime.empty_cache()
         if self._measure_cann is None:
@@ -120,8 +120,8 @@ class AscendMemory(StreamMemory):
         for size in {pair.block_size for pair in by_layer.values()}:
             if not ascend_attention.takes_blocks(size):
                 logger.warning_once(
-                    "The fused attention does not support KV blocks of %d tokens, so slower operations of plain "
-                    "torch are used. Use --block-size %d.",
+                    "The fused attention does not support KV blocks of %d tokens, so slower plain torch operations are "
+                    "used. Use --block-size %d.",
                     size,
                     _BLOCK_SIZE,
                 )
@@ -160,13 +160,13 @@ class AscendAttention(PairAttention):
 
     @cached_property
     def _compressed_mask(self) -> torch.Tensor | None:
-        """Return the compressed mask that an eager run creates for all graphs, or None to use dense masks."""
+        """The compressed mask, which an eager run creates and all graphs share, or None to use dense masks."""
         if not environment.compresses_prompt_masks():
             return None
         return ascend_attention.compressed_mask(self._torch_device)
 
     def _choose_prompt_mask(self, spec: AttentionLayerSpec) -> torch.Tensor | None:
-        """Return the prompt chunk mask, or None for dense masks. An eager run tests whether the card supports it."""
+        """Return the compressed mask for prompt chunks if the card supports it, or None to use a dense mask."""
         mask = self._compressed_mask
         if mask is None:
             return None
@@ -185,7 +185,10 @@ class AscendAttention(PairAttention):
         return mask if self._compresses[form] else None
 
     def _adds_up_blocks(self, spec: AttentionLayerSpec, num_queries: int, mask: torch.Tensor | None) -> bool:
-        """Test the card in the eager run that precedes each capture. Decodes with one query are tested separately."""
+        """Whether the operator rejects rows that together have more KV blocks than the cache.
+
+        The card is tested in the eager run that precedes a capture. Calls with one query per row are tested separately.
+        """
         queries = min(num_queries, 2)
         form = *_make_form_key(spec), queries, mask is not None
         if form not in self._adds_up:
@@ -194,8 +197,8 @@ class AscendAttention(PairAttention):
             )
             if self._adds_up[form]:
                 logger.info_once(
-                    "The fused attention of this CANN rejects rows that together have more blocks than exist. If this "
-                    "may happen, as with shared prefixes, it processes fewer rows at a time."
+                    "The fused attention of this CANN rejects rows that together have more KV blocks than the cache. "
+                    "If this may happen, as with shared prefixes, fewer rows are processed at a time."
                 )
         return self._adds_up[form]
 
@@ -216,7 +219,7 @@ class AscendAttention(PairAttention):
         if value_TKD is None or values is None or not fused:
             kv_cache.write(key_TKD, value_TKD, slots_T, spec.operations)
         else:
-            # The operator rejects calls with more tokens than the cache has slots, as in the profile run.
+            # The operator rejects calls with more tokens than the cache has slots, which occur in the profile run.
             num_slots = keys.shape[0] * keys.shape[1]
             parts = (tensor.split(num_slots) for tensor in (key_TKD.contiguous(), value_TKD.contiguous(), slots_T))
             for key, value, slots in zip(*parts, strict=True):
@@ -243,9 +246,9 @@ def make_backend(
     weights_class: type[AscendWeights] = AscendWeights,
     fused_dtypes: frozenset[torch.dtype] = FUSED_DTYPES,
 ) -> DeviceBackend:
-    """Create the backend without opening the card, because vLLM's front end also creates a backend."""
+    """Create the backend without opening the card, because vLLM's front-end process also creates a backend."""
     torch_npu = usable_torch_npu()
-    # A device without an index is the process's only card (`Platform.set_device`).
+    # Without an index, "npu" refers to the card that `Platform.set_device` selected for this process.
     device = torch.device("npu")
     npu = torch_npu.npu
     card = Card(torch_npu, device, NpuCaptures(npu, device))

@@ -1,4 +1,4 @@
-"""Models that were compared with transformers in captured graphs on a real or emulated NPU."""
+"""Models whose results in captured graphs on an NPU, real or emulated, were verified against transformers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Imports torch_npu, which gives torch the "npu" device and the "hccl" process group.
 
-vLLM names the device before it creates a backend, for example in a configuration that another process unpickles. This
-module is therefore imported together with the platform.
+This module is imported together with the platform, because vLLM uses the device name before it creates a backend. For
+example, another process may unpickle a configuration that contains the device.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.device_table import choose_device
 
 _OLDEST = (2, 13)
-"""In earlier releases, torch.accelerator fails an assertion after the weights are loaded."""
+"""The oldest supported release of torch_npu. In earlier ones, torch.accelerator fails an assertion after the weights
+are loaded."""
 
 
 def refusal(version: str, variables: Mapping[str, str], torch_version: str) -> str | None:
-    """Return a one-line reason not to use the NPU, or None. torch_npu itself fails only during graph capture."""
+    """Return why this process cannot use the NPU, in one line, or None if it can. torch_npu itself would fail only
+    during graph capture."""
     if Version(version).release[:2] < _OLDEST:
         return (
             f"torch_npu {version} is installed, but device ascend needs 2.13 or newer with vLLM's torch: "
@@ -50,7 +52,7 @@ def refusal(version: str, variables: Mapping[str, str], torch_version: str) -> s
     return None
 
 
-# torch_npu's card numbers (NpuVariables.h): cards from 220 on support bfloat16, and 240 and above are the 310B.
+# torch_npu's numbers for card types (NpuVariables.h). Cards from 220 on support bfloat16, and 240 to 249 are the 310B.
 _FIRST_SERVED = 220
 _NOT_SERVED = range(240, 250)
 
@@ -74,7 +76,7 @@ def _dotted(release: tuple[int, ...]) -> str:
 
 
 def usable_torch_npu() -> Any:
-    """Import torch_npu, or reject an unsupported version before a card is opened."""
+    """Import torch_npu, and reject an unsupported version or environment before a card is opened."""
     module = torch_npu()
     if why := refusal(module.__version__, environment.list_npu_variables(), torch.__version__):
         raise UnsupportedConfigError(why)
@@ -91,7 +93,7 @@ def torch_npu() -> Any:
         ) from error
 
 
-# The backend rejects a missing or broken torch_npu or emulator when it is created.
+# Ignore a missing or broken torch_npu or emulator here. The backend reports it when it is created.
 with suppress(UnsupportedConfigError, ImportError):
     if choose_device() == "ascend-emulated":
         from vllm_gaudi_spec.devices.common.emulated import install_npu

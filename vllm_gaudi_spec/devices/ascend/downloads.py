@@ -1,4 +1,4 @@
-"""Waits for copies to the host, which torch_npu may silently drop.
+"""Waits for device-to-host copies, which torch_npu may silently drop.
 
 torch_npu submits its work to CANN from its own queue. Once an operator has failed, torch_npu drops all queued and later
 work, including events, and raises the error only once, in the next call of any kind. Waiting for a dropped event may
@@ -28,13 +28,15 @@ _DROPPED = (
 
 
 def mark(host: torch.Tensor) -> torch.Tensor:
-    """Mark a buffer as not yet written, because reused pinned memory would otherwise contain an older step's tokens."""
+    """Mark a host buffer as not yet written. Without a mark, a dropped copy would go unnoticed, because reused pinned
+    memory contains the tokens of an earlier step."""
     _first_bytes(host).fill_(_MARK)
     return host
 
 
 def wait_for(done: Any, host: torch.Tensor, runtime: Any) -> None:
-    """Wait for the event `done`, which was recorded after the copy to `host`."""
+    """Wait for the event `done`, which was recorded after the copy to `host`. Raise RuntimeError if the copy was
+    dropped."""
     # Poll, because a blocking wait may never return.
     deadline = time.monotonic() + _TIMEOUT_S
     while not done.query():

@@ -8,7 +8,7 @@ import torch
 
 from vllm_gaudi_spec.devices.common.emulated import EmulatedGraphs, EmulatedMemory, EmulatedWeights, install_npu
 
-# This call must precede the backend's import. If a platform is active, it has already made the call.
+# This call must precede the backend's import. If the platform was loaded first, it has already made the call.
 install_npu()
 
 from vllm_gaudi_spec.devices.ascend import backend as ascend  # noqa: E402
@@ -17,7 +17,7 @@ from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs  # noqa: E
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
-# Fused attention in float32 can be compared element by element with other devices.
+# The emulated fused attention also supports float32, so that results can be compared with those of other devices.
 _FUSED_DTYPES = ascend.FUSED_DTYPES | {torch.float32}
 
 

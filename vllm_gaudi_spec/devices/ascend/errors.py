@@ -1,4 +1,4 @@
-"""Recognizes CANN errors. This module does not need torch, so the doctor can always use it."""
+"""Recognizes CANN errors. The doctor also uses this module on machines without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ _NO_ROOM_FOR_GRAPHS = (
     "alloc sq cq fail",
     "resource alloc fail stream wait event failed",
 )
-"""Lowercase error messages from CANN and the drivers when graphs use all of a card's streams, queues, or events."""
+"""Parts of lowercase error messages that CANN and the drivers report if a card has no streams, queues, or events left
+for another graph."""
 
 
 def has_no_room(message: str) -> bool:

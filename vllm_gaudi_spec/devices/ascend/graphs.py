@@ -1,8 +1,8 @@
 """NPU graphs whose fused operators get new lengths from the host before each replay.
 
-Each such operator is captured as a task group. Before a replay with different lengths, the operator is issued again on
-an update stream. This computes nothing but writes the operator's arguments into the captured tasks. On the device, a
-graph's updates wait for its previous run, and its next run waits for the updates. The host waits for neither.
+Each of these operators is captured as a task group. Before a replay with different lengths, the operator is issued
+again on an update stream, which writes its arguments into the captured tasks without computing anything. On the device,
+the updates wait for the graph's previous run, and the next run waits for the updates. The host does not wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_gaudi_spec.devices.common.stream_device import Captures, Recorded
 
 
 class HostLengthsOperation(NamedTuple):
-    """The out-variant of a fused operator that takes lengths from the host."""
+    """A fused operator that takes lengths from the host, in the variant that writes its results to given tensors."""
 
     run: Callable[..., Any]
     workspace: Callable[..., torch.Tensor]
@@ -27,7 +27,7 @@ class HostLengthsOperation(NamedTuple):
 
 
 class HostLengths(Protocol):
-    """List arguments of an operator that are on the host, keyed by name, for some of a graph's rows."""
+    """An operator's arguments that are lists of lengths in host memory, keyed by name."""
 
     def get_current_arguments(self) -> dict[str, list[int]]: ...
 
@@ -76,7 +76,7 @@ class NpuCaptures(Captures):
     ) -> None:
         """Run `operation` and write its results to `out`."""
         with_lengths = arguments | lengths.get_current_arguments()
-        # Allocate enough for any lengths that the captured operator may receive.
+        # The workspace must be large enough for any lengths that the captured operator may receive.
         workspace = operation.workspace(**arguments, **lengths.get_longest_arguments())
         outputs = {"workspace": workspace, "out": out}
         if self._tasks is None:
@@ -86,7 +86,7 @@ class NpuCaptures(Captures):
         self._runtime.graph_task_group_begin(stream)
         operation.run(**with_lengths, **outputs)
         handle = self._runtime.graph_task_group_end(stream)
-        # Use weak references, because a graph could not reuse the memory of tensors that are kept alive.
+        # Keep only weak references, so that the graph can reuse the memory of these tensors.
         references = {name: _make_weak(value) for name, value in (arguments | outputs).items()}
         self._tasks.append(_Task(operation, references, lengths, handle))
 

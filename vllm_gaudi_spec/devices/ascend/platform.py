@@ -38,8 +38,8 @@ class AscendSpecPlatform(CapturingPlatform):
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         if vllm_config.parallel_config.world_size_across_dp > 1 and hccl_expands_on_vector_cores():
             raise UnsupportedConfigError(
-                f"{HCCL_EXPANSION.name}={HCCL_EXPANSION.value} is not supported with several ranks: in captures, "
-                "its collectives fail or hang next to tasks that are updated (vllm-ascend 13688); unset it."
+                f"{HCCL_EXPANSION.name}={HCCL_EXPANSION.value} is not supported with several ranks, because its "
+                "collectives fail or hang in captured graphs whose tasks are updated (vllm-ascend#13688); unset it."
             )
         compresses_prompt_masks()  # rejects unknown values
         super().check_and_update_config(vllm_config)

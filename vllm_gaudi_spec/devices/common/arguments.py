@@ -1,4 +1,4 @@
-"""Splits function arguments into tensors and a hashable remainder, which are used to identify a captured graph."""
+"""Splits function arguments into tensors and a hashable remainder, from which graphs derive their keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Tuple(NamedTuple):
 
 
 class _Number(NamedTuple):
-    """A bool or float, which may compare equal to an int but needs a different key."""
+    """A bool or float. It needs a key of its own, because it may compare equal to an int."""
 
     kind: type
     value: Any
@@ -72,7 +72,8 @@ def rebuild(tensors: list[torch.Tensor], rest: Any) -> Any:
 
 
 def make_key(tensors: Sequence[torch.Tensor], rest: Hashable) -> Hashable:
-    """Return a graph's key. The key in Intel's bridge ignores dtypes and does not distinguish -1 from -2."""
+    """Return the key of a graph. It is more precise than the key in Intel's bridge, which ignores dtypes and does not
+    distinguish -1 from -2."""
     return (rest, *[(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in tensors])
 
 

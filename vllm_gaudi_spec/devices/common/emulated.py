@@ -62,7 +62,8 @@ class EmulatedMemory(Memory):
         return by_layer
 
     def measure_peak(self, run: Callable[[], object]) -> int:
-        """Measure without computing values, which would take minutes on the host and does not affect tensor sizes."""
+        """Measure without computing values. The values do not affect memory use, and computing them would take
+        minutes."""
         device = card_emulator.counted()
         device.compile_only = True
         try:
@@ -79,5 +80,5 @@ class EmulatedMemory(Memory):
 
 class EmulatedWeights(Weights):
     def prepare_model(self, model: nn.Module) -> None:
-        card_emulator.counted().sealed = False  # because another engine in this process may also warm up
+        card_emulator.counted().sealed = False  # an earlier engine in this process may have ended its warm-up
         super().prepare_model(model)

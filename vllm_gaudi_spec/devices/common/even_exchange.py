@@ -1,6 +1,7 @@
-"""Token exchange between data-parallel ranks with equal token counts, using collectives that every device supports.
+"""Token exchange between data-parallel ranks, using collectives that every device supports.
 
-vLLM's expert layers require this exchange. `runner/extensions/data_parallel.py` makes the token counts equal.
+vLLM's expert layers require this exchange. It assumes that all ranks have the same number of tokens, which
+`runner/extensions/data_parallel.py` ensures.
 """
 
 from __future__ import annotations

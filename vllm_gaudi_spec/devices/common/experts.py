@@ -2,8 +2,8 @@
 
 T: tokens. H: hidden size. K: experts per token. E: experts on this rank. S: a subset of them. I: intermediate size.
 
-Shapes must not depend on which experts the tokens choose, and the host does not read these choices. The implementation
-is therefore selected from T, K, and E alone:
+Shapes must not depend on which experts the tokens choose, because the host does not read these choices. The
+implementation is therefore selected by T, K, and E:
 
 - the device's own operator, if it supports the layer;
 - `gathered`: if only a few experts are needed, gather their weights and send every token through all of them;
@@ -21,7 +21,8 @@ import torch
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.upstream.layers import MoEActivation, MoERunner, UnquantizedFusedMoEMethod
 
-# The cost of gathering a weight relative to using it in place: the weight is read, written, and read again.
+# The cost of using a gathered copy of a weight relative to using the weight in place: it is read, written, and read
+# again.
 COST_OF_GATHERING = 3
 GATHERED_BYTES_AT_ONCE = 256 << 20
 
@@ -31,7 +32,8 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _make_gated(function: Activation) -> Activation:
-    """Return an activation that multiplies `function` of the first half of its inputs by the second half."""
+    """Return an activation that applies `function` to the first half of its inputs and multiplies by the second
+    half."""
 
     def activate(inputs: torch.Tensor) -> torch.Tensor:
         gate, up = inputs.chunk(2, dim=-1)
@@ -41,13 +43,13 @@ def _make_gated(function: Activation) -> Activation:
 
 
 def _clamped_swiglu(inputs: torch.Tensor) -> torch.Tensor:
-    """Apply the gpt-oss activation, whose input alternates between gates and the values that they multiply."""
+    """Apply the gpt-oss activation. In its input, gates alternate with the values to be multiplied by them."""
     gate, up = inputs.unflatten(-1, (-1, 2)).unbind(-1)
     gate = gate.clamp(max=_LIMIT)
     return gate * torch.sigmoid(gate * _ALPHA) * (up.clamp(min=-_LIMIT, max=_LIMIT) + 1)
 
 
-# The values used in vLLM's kernels. Models with other values are rejected.
+# The constants in vLLM's kernels for this activation. Models with other constants are rejected.
 _ALPHA, _LIMIT = 1.702, 7.0
 _ACTIVATIONS = {
     MoEActivation.SILU: _make_gated(torch.nn.functional.silu),
@@ -61,7 +63,7 @@ _ACTIVATIONS = {
 
 
 class Call(NamedTuple):
-    """Arguments to an expert layer. J is 2 * I. Biases are None if the model has none."""
+    """The arguments of an expert layer. J is 2 * I. Biases are None if the model does not have them."""
 
     x_TH: torch.Tensor
     weights_TE: torch.Tensor
@@ -76,7 +78,8 @@ class Call(NamedTuple):
     top_k: int
 
     def select_experts(self, part: Callable[[torch.Tensor, int], torch.Tensor]) -> Call:
-        """Return the call restricted to the experts that `part(tensor, dim)` selects along a dimension of a tensor."""
+        """Return the call with only some of the experts, which `part(tensor, dim)` selects along a tensor's
+        dimension."""
         return self._replace(
             weights_TE=part(self.weights_TE, 1),
             w13_EJH=part(self.w13_EJH, 0),
@@ -92,14 +95,14 @@ class Call(NamedTuple):
             products = products + bias
         # This is equivalent to scaling the inputs, because matmuls are linear and the activations map zero to zero.
         inner = activate(products * weights) if self.weighs_inputs else activate(products) * weights
-        # If an unselected expert overflowed in float16, it would change the result, because infinity times 0 is NaN.
+        # Mask experts that were not chosen. If one of them overflowed in float16, its result would be infinity times 0.
         return inner.masked_fill(weights == 0, 0.0) if inner.dtype == torch.float16 else inner
 
     def chosen(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the IDs, int64 [T, K], and weights [T, K] of this rank's experts for each token.
 
-        The IDs include all experts on this rank that the token chose. The remaining IDs belong to other experts on this
-        rank, with weight 0, so that no ID is out of range or repeated.
+        If a token chose fewer than K experts on this rank, its remaining IDs are those of other experts on this rank,
+        with weight 0, so that no ID is out of range or repeated.
         """
         ids_TK = self.weights_TE.abs().topk(min(self.top_k, self.weights_TE.shape[1]), dim=-1).indices
         return ids_TK, self.weights_TE.gather(1, ids_TK)
@@ -107,13 +110,14 @@ class Call(NamedTuple):
 
 Form = Callable[[Call], torch.Tensor]
 
-# The maximum number of token-expert pairs in one matmul. vllm-gaudi allows up to twice as many: 512 tokens for 32
-# experts. Larger matmuls do not compile on Gaudi (v0.26.0, ops/hpu_fused_moe.py).
+# The maximum number of token-expert pairs in one matmul. vllm-gaudi uses up to twice as many, 512 tokens for 32
+# experts, because larger matmuls do not compile on Gaudi (v0.26.0, ops/hpu_fused_moe.py).
 _ROWS_AT_ONCE = 8192
 
 
 def dense(call: Call) -> torch.Tensor:
-    """Compute a few experts at a time, so that memory use does not grow with the number of token-expert pairs."""
+    """Send every token through every expert. Only a few experts are computed at a time, so that memory use does not
+    grow with the number of token-expert pairs."""
     num_tokens, num_experts = call.weights_TE.shape
     if num_tokens > _ROWS_AT_ONCE:
         some_tokens = zip(call.x_TH.split(_ROWS_AT_ONCE), call.weights_TE.split(_ROWS_AT_ONCE), strict=True)
@@ -140,7 +144,7 @@ def _narrow(first: int, count: int, tensor: torch.Tensor, dim: int) -> torch.Ten
 def gathered(call: Call) -> torch.Tensor:
     num_tokens, num_experts = call.weights_TE.shape
     count = min(num_tokens * call.top_k, num_experts)
-    # NaN is not equal to itself. Without this check, NaN in one row would affect the experts that other rows use.
+    # The second condition excludes NaN. Otherwise, NaN in one row would affect which experts the other rows use.
     is_chosen_TE = (call.weights_TE != 0) & (call.weights_TE == call.weights_TE)
     ids_S = is_chosen_TE.float().amax(0).topk(count).indices
     size = max(GATHERED_BYTES_AT_ONCE // (call.w13_EJH[0].nbytes + call.w2_EHI[0].nbytes), 1)
@@ -179,13 +183,13 @@ class Fused(NamedTuple):
     run: Form
     takes: Callable[[Call], bool]
     min_tokens: int
-    """The minimum number of tokens for which to use the operator."""
+    """The minimum number of tokens at which the operator is used."""
 
 
 def choose_form(call: Call, fused: Fused | None) -> Form:
     """Choose the fastest implementation for a call, based on benchmarks/results/experts.json."""
     num_tokens, num_experts = call.weights_TE.shape
-    # If each token chooses as many experts as the rank has, the operator saves no computation.
+    # If tokens may choose all experts on the rank, the operator saves no computation.
     if fused and num_tokens >= fused.min_tokens and call.top_k < num_experts and fused.takes(call):
         return fused.run
     return gathered if 0 < num_tokens * call.top_k * COST_OF_GATHERING < num_experts else dense
@@ -201,7 +205,7 @@ def register(fused: Fused | None = None) -> None:
 
 
 class VisibleRunner(MoERunner):
-    """vLLM's runner without the custom operator that hides experts from compilers, so that graphs include them."""
+    """vLLM's runner without the custom operator that hides the experts from compilers and graphs."""
 
     def _select_forward(self) -> Callable[..., Any]:
         return self._run
@@ -232,14 +236,14 @@ class VisibleRunner(MoERunner):
 
 
 class Experts(UnquantizedFusedMoEMethod):
-    # Handle routing in this class as well, because vLLM's routers are kernels for other devices.
+    # Let vLLM leave routing to this class, because vLLM's routers use kernels for other devices.
     is_monolithic = True
     fused: Fused | None = None
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         activation = layer.activation.value
         unsupported = {
-            # An expert with a bias would not return zero when its input weight is zero.
+            # If inputs are weighted, an expert that was not chosen must return zero, but a bias would make it nonzero.
             "biases and weighted inputs": self.moe.has_bias and layer.apply_router_weight_on_input,
             f"activation {activation}": layer.activation not in _ACTIVATIONS,
             f"activation {activation} and a limit": self.moe.swiglu_limit is not None
@@ -257,9 +261,9 @@ class Experts(UnquantizedFusedMoEMethod):
         self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         num_experts = self.moe.num_experts
-        # If vLLM performed routing elsewhere, `router_logits` would contain hidden states, without causing an error.
+        # If vLLM performed routing elsewhere, `router_logits` would be hidden states and would not cause an error.
         if router_logits.shape[-1] != num_experts:
-            raise ValueError(f"{num_experts} experts cannot be routed by {router_logits.shape[-1]} logits")
+            raise ValueError(f"expected router logits for {num_experts} experts, but got {router_logits.shape[-1]}")
         weights_TE = _compute_weights(layer, x, router_logits)
         if self.local_experts is not None:
             weights_TE = weights_TE.narrow(1, *self.local_experts)
@@ -300,14 +304,13 @@ def _compute_weights(layer: Any, x: torch.Tensor, router_logits: torch.Tensor) -
 
 
 def _find_local_experts(expert_map: torch.Tensor | None) -> tuple[int, int] | None:
-    """Return this rank's first expert and number of experts, or None without expert parallelism."""
+    """Return the index of this rank's first expert and the number of its experts, or None without expert
+    parallelism."""
     if expert_map is None:
         return None
     ids = (expert_map >= 0).nonzero().flatten().tolist()
     if ids != list(range(ids[0], ids[0] + len(ids))):
-        raise UnsupportedConfigError(
-            "experts must be placed one after the other; use --expert-placement-strategy linear."
-        )
+        raise UnsupportedConfigError("each rank must have consecutive experts; use --expert-placement-strategy linear.")
     return ids[0], len(ids)
 
 
@@ -315,7 +318,7 @@ _SCORINGS: dict[str, Activation] = {
     "softmax": partial(torch.softmax, dim=-1),
     "sigmoid": torch.sigmoid,
 }
-# Prevents division by zero in rows whose scores are all 0.
+# Prevents a division by zero if all scores in a row are 0.
 _TINY = 1e-20
 
 
@@ -331,8 +334,8 @@ def route(
 ) -> torch.Tensor:
     """Return the weight of each expert, float32 [T, E]. Experts that were not chosen have weight 0.
 
-    A bias affects only which experts are chosen. With several expert groups, the best groups are chosen first. A
-    group's score is the best score of its experts or, with a bias, the sum of the two best scores.
+    The bias affects only which experts are chosen. If the experts are in groups, the best groups are chosen first. The
+    score of a group is the best score of its experts or, with a bias, the sum of their two best scores.
     """
     logits_TE = logits_TE.float()
     scores_TE = _SCORINGS[scoring](logits_TE)

@@ -1,8 +1,8 @@
-"""Runs and checks a collective in each group of ranks before any other collective.
+"""Runs and checks collectives in each group of ranks at startup.
 
-A group's first collective creates its communicator. On Gaudi, that collective must not be part of a captured graph. A
-wrong network or module map also causes an error or a hang here. vllm-gaudi also runs a collective in `init_device`
-(quirk N01).
+The first collective in a group creates the group's communicator. On Gaudi, that collective must not be part of a
+captured graph, so vllm-gaudi also runs one in `init_device` (quirk N01). These checks also reveal a wrong network or
+module map, which causes an error or a hang.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _SIZE = 128
-"""The number of values that each rank sends, which must be even and is small."""
+"""The number of values that each rank sends. It must be even."""
 
 
 def check_groups(memory: Memory) -> None:
@@ -32,22 +32,22 @@ def check_groups(memory: Memory) -> None:
     """
     for reference in groups.values():
         group = reference()
-        # Skip destroyed groups, which may still be referenced, and groups without a communicator, which run on the
-        # host.
+        # Skip destroyed groups, which may still be referenced, and groups without a device communicator, which run on
+        # the host.
         if group is None or group.world_size == 1 or not hasattr(group, "device_group"):
             continue
         if getattr(group, "device_communicator", None) is None:
             continue
         if group.rank_in_group == 0:
             logger.info(
-                "Running the first collectives of %s. If nothing follows, its ranks cannot reach each other.",
+                "Running the first collectives of %s. If the log ends here, its ranks cannot reach each other.",
                 _name(group),
             )
         check_group(group, memory)
 
 
 def check_group(group: GroupCoordinator, memory: Memory) -> None:
-    """Run collectives in a group and raise RuntimeError if a rank receives values that were not sent."""
+    """Run collectives in a group. Raise RuntimeError if one of them fails or returns wrong values."""
     name = _name(group)
     sent = [_make_numbers(rank) for rank in range(group.world_size)]
     with torch.inference_mode():

@@ -12,6 +12,6 @@ def free() -> int:
 
 
 def choose_kv_bytes(utilization: float, less: int = 0) -> int:
-    """Return the size of the KV cache in bytes. `less` is the memory that will be allocated before the cache."""
-    # Leave memory unused, because other processes run on the host and because zeroing memory takes time at every start.
+    """Return the size of the KV cache in bytes. `less` is the number of bytes to be allocated before the cache."""
+    # Do not use all memory, because other processes need some and because zeroing the cache takes time at every start.
     return min(int((free() - less) * utilization / 2), _MOST)

@@ -18,12 +18,13 @@ from vllm_gaudi_spec.upstream.kv_cache import AttentionSpec, UniformTypeKVCacheS
 if TYPE_CHECKING:
     from vllm_gaudi_spec.upstream.kv_cache import KVCacheConfig, KVCacheLayout
 
-# The number of block copies per graph. Unused entries copy the padding block to itself.
+# The number of block copies in each graph. Unused entries copy the padding block to itself.
 _COPIES = 8
 
 
 class KVPair(NamedTuple):
-    """Keys and values of a layer in separate tensors [slots, K, D], because Gaudi graphs cannot write through views."""
+    """A layer's KV cache as separate tensors [slots, K, D] for keys and values. As views of a single tensor, they could
+    not be written in a Gaudi graph."""
 
     keys: torch.Tensor
     values: torch.Tensor | None
@@ -71,7 +72,7 @@ class PairMemory(Memory):
         return allocate(kv_cache_config, self.torch_device)
 
     def make_block_copier(self, kv_caches: dict[str, KVPair]) -> Callable[[list[tuple[int, int]]], None]:
-        """Return a function that copies blocks in a single graph."""
+        """Return a function that takes (source, target) pairs of block IDs and copies the blocks with a graph."""
         distinct = list({id(pair.keys): pair for pair in kv_caches.values()}.values())
         copy_blocks = self._graphs.graph(partial(_copy_blocks, distinct))
 
@@ -85,7 +86,7 @@ class PairMemory(Memory):
 
 
 class PairAttention(Attention):
-    """Attention over `KVPair`s in plain torch. Devices can override it with kernels."""
+    """Attention over `KVPair`s in plain torch. Subclasses can use kernels instead."""
 
     def kv_shape(self, kv_cache: KVPair) -> KVShape:
         return kv_cache.shape
@@ -103,7 +104,7 @@ class PairAttention(Attention):
     def attend(
         self, query_THD: torch.Tensor, kv_cache: KVPair, call: AttentionCall, spec: AttentionLayerSpec
     ) -> torch.Tensor:
-        if call.packed is not None:  # never the case if the device captures graphs
+        if call.packed is not None:  # only on devices that do not capture graphs
             return torch_ops.attend_packed(self.attend, query_THD, kv_cache, call, spec)
         return padded.attend(query_THD, *kv_cache.blocks(), call, spec)
 
@@ -111,7 +112,7 @@ class PairAttention(Attention):
 def allocate(kv_cache_config: KVCacheConfig, device: torch.device) -> dict[str, KVPair]:
     """Allocate zeroed caches, keyed by layer name.
 
-    Layers in different groups may have the same offset and share memory, because each block belongs to only one group.
+    Layers in different KV cache groups may share memory, because each block belongs to only one group at a time.
     """
     by_offset: dict[int, tuple[object, KVPair]] = {}
     by_layer: dict[str, KVPair] = {}

@@ -1,4 +1,4 @@
-"""Registers a device's kernels for vLLM's layers: norms through vLLM's IR, and rotary embeddings by class."""
+"""Registers a device's kernels for vLLM's layers. Norms are registered in vLLM's IR, and rotary embeddings by class."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = init_logger(__name__)
 
 
 def find_kernel(module: str, name: str) -> Any:
-    """Return a kernel from the device's software, or log once that this build lacks it and return None."""
+    """Return a kernel from the device's software. If this build does not have it, log a message and return None."""
     kernel = getattr(pkgutil.resolve_name(module), name, None)
     if kernel is None:
         logger.info("This build of %s has no %s; using plain torch operations.", module.partition(".")[0], name)
@@ -51,8 +51,11 @@ def register_norms(
 ) -> None:
     """Register kernels for RMS norms with and without a residual.
 
-    `takes` returns whether the kernels support an input. The input's dtype must also equal the weight's dtype. If
-    `in_place` is set, `add_norm` overwrites its inputs with its results.
+    The kernels are used only if the input and the weight have the same dtype.
+
+    Args:
+        takes: A function that returns whether the kernels support an input.
+        in_place: Whether `add_norm` overwrites its inputs with its results.
     """
 
     def supports(
@@ -99,8 +102,8 @@ class Turn(Protocol):
     ) -> torch.Tensor:
         """Rotate heads.
 
-        The two elements of a rotated pair are half a head apart if `halves` is set; otherwise, they are adjacent. The
-        tables have an entry for every element.
+        The two elements of a rotated pair are half a head apart if `halves` is set, or else adjacent. `cos_T1R` and
+        `sin_T1R` have an entry for each element of a head.
         """
         ...
 
@@ -153,7 +156,7 @@ def _look_up_tables(
 
 
 def _select_sections(rotary: MRotaryEmbedding, found_DTC: torch.Tensor) -> torch.Tensor:
-    """Return the table entries [T, C], using for each channel the position dimension that rotates it."""
+    """Return the table entries [T, C]. Each channel uses the entries for one of the D position dimensions."""
     assert rotary.mrope_section is not None
     if rotary.mrope_interleaved:
         return apply_interleaved_rope(found_DTC, rotary.mrope_section)
@@ -162,8 +165,8 @@ def _select_sections(rotary: MRotaryEmbedding, found_DTC: torch.Tensor) -> torch
 
 
 def _compute_once_per_forward(key: Hashable, build: Callable[[], Any]) -> Any:
-    """Cache values that all layers share during a forward pass. Computing these values in each layer would add 10% to a
-    step's launches."""
+    """Return a value that all layers share, which is built only once in each forward pass. Building these values in
+    each layer would increase the number of launches in a step by 10%."""
     metadata = get_forward_context().attn_metadata if is_forward_context_available() else None
     calls = metadata.values() if isinstance(metadata, dict) else ()
     call = next((call for call in calls if isinstance(call, AttentionCall)), None)
@@ -177,7 +180,8 @@ def register_rotary(prefix: str, turn: Turn) -> None:
 
 
 def register_rotary_class(prefix: str, mixin: type, base: type[RotaryEmbeddingBase]) -> None:
-    """Register a combination of `mixin` and `base`, and one for each subclass that inherits its rotation method."""
+    """Replace `base`, and each subclass that inherits its `forward_native`, with a class that also derives from
+    `mixin`."""
     for cls in _list_subclasses(base):
         if cls.forward_native is base.forward_native:
             cls.register_oot(type(f"{prefix}{cls.__name__}", (mixin, cls), {}))

@@ -1,10 +1,9 @@
 """Compiles functions in regions. Each function is traced once with fake tensors and split into regions at markers.
 
-A region consists of the operations between two markers, as an FX graph whose inputs are all the tensors that it reads:
+A region consists of the operations between two markers. It is an FX graph whose inputs are all tensors that it reads:
 arguments, weights, caches, and results of earlier regions. No Python code runs in a region, so there are no guards or
-graph breaks. Regions that apply the same operations to tensors with the same geometry, such as a model's layers, are
-compiled only once. With torch.compile, in contrast, there would be guards on every layer name and Python branch, and
-every layer would be compiled.
+graph breaks. Regions with the same operations and tensor geometry, such as a model's layers, are compiled only once.
+torch.compile, in contrast, would guard on every layer name and Python branch, and it would compile every layer.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ class _Step(NamedTuple):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     dead: tuple[int, ...]
-    """The numbers of tensors that no later step reads."""
+    """The numbers of the tensors to free after this step, because no later step reads them."""
 
 
 class RegionCompiler:
-    """Compiles functions, and reuses compiled code for regions with equal descriptions."""
+    """Compiles functions in regions. Regions with equal descriptions share compiled code."""
 
     def __init__(
         self,
@@ -50,15 +49,23 @@ class RegionCompiler:
         device_type: str,
         rewrites: Mapping[Any, Callable[..., Any]] | None = None,
     ) -> None:
-        """Initialize the compiler. `rewrites` maps operations to functions that return a rewrite or NotImplemented."""
+        """Initialize the compiler.
+
+        Args:
+            rewrites: Maps operations to functions that replace them. Such a function takes the operation's arguments
+            and
+                returns its result, or NotImplemented to use the original operation.
+        """
         self._compiler = compiler
         self._device_type = device_type
         self._rewrites = rewrites or {}
         self._compiled: dict[Hashable, Callable[..., Sequence[Any]]] = {}
         self.functions: Counter[str] = Counter()
-        """The number of compilations for each function name, one per combination of argument shapes and strides."""
+        """The number of compilations for each function name. A function is compiled for each combination of argument
+        shapes and strides."""
         self.traces_twice = False
-        """Whether to trace twice and compare, because numbers that Python increments would be compiled as constants."""
+        """Whether to trace each function twice and compare the traces. They differ if the function uses a number that
+        changes between calls, which would be compiled as a constant."""
         self._tracer: Tracer | None = None
 
     @property
@@ -86,7 +93,7 @@ class RegionCompiler:
         return cast("Function", run)
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], rest: Any) -> CompiledFunction:
-        """Compile a function for its flattened arguments, `tensors` and `rest`."""
+        """Compile a function for the given arguments, which `flatten` has split into `tensors` and `rest`."""
         tracer, results, form = self._trace(function, tensors, rest)
         steps = self._steps(tracer, results)
         if self.traces_twice:
@@ -124,7 +131,7 @@ class RegionCompiler:
             new: dict[int, None] = {}
             for operation in segment.operations:
                 inputs.update(dict.fromkeys(number for number in operation.inputs if number not in new))
-                # An output that is also an input was modified in place.
+                # An output that is also an input was modified in place and is not new.
                 new.update(dict.fromkeys(number for number in operation.outputs if number not in inputs))
             outputs = tuple(number for number in new if last_use[number] > index or number in results)
             made.update(new)
@@ -169,11 +176,15 @@ class CompiledFunction:
         self._form = form
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these tensors share memory with non-argument tensors in the same way as during compilation."""
+        """Whether these arguments share memory with other tensors, such as weights, in the same way as during
+        compilation."""
         return self._sharing_outside(tensors) == self._sharing
 
     def _sharing_outside(self, tensors: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
-        """Return the number of a non-argument tensor in the same memory for each tensor, even after sleep mode."""
+        """Return the number of a non-argument tensor in the same memory, or None, for each of the tensors.
+
+        The current storages are compared, because sleep mode may have replaced those from compilation.
+        """
         found = ((self._number_by_storage.get(storage), storage) for storage in map(_storage, tensors))
         return tuple(
             number if number is not None and _storage(self._outside[number]) == storage else None
@@ -198,7 +209,8 @@ class CompiledFunction:
 
 
 def _form(segment: Segment, tracer: Tracer, inputs: Sequence[int], outputs: Sequence[int]) -> Hashable:
-    """Describe a region using local value numbers. Regions with equal descriptions may share compiled code."""
+    """Describe a region independently of how its tensors are numbered in the trace. Regions with equal descriptions may
+    share compiled code."""
     local: dict[int, int] = {}
     storages: dict[int, int] = {}
     geometries = []
@@ -218,7 +230,7 @@ def _form(segment: Segment, tracer: Tracer, inputs: Sequence[int], outputs: Sequ
 
 
 def _find_sharing(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return the index of the first tensor in the same memory for each tensor."""
+    """Return, for each tensor, the index of the first tensor that uses the same memory."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(_storage(tensor), index) for index, tensor in enumerate(tensors))
 

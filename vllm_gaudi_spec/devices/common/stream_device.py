@@ -1,6 +1,7 @@
-"""Graphs and memory for devices that capture streams, with one graph per set of tensor shapes and non-tensor arguments.
+"""Graphs and memory for devices that capture streams, such as NVIDIA GPUs.
 
-The runtime is the device's torch module, such as `torch.cuda`, or a module with the same interface.
+A graph is captured for each combination of tensor shapes and non-tensor arguments. The runtime is the device's torch
+module, such as `torch.cuda`, or a module with the same interface.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ class Recorded(Protocol):
 class _Captured(NamedTuple):
     graph: Recorded
     inputs: list[list[torch.Tensor]]
-    """Buffers that the graph reads. Buffers with the same device and dtype form a group, which a single copy fills."""
+    """The buffers that the graph reads, in groups with the same device and dtype. One copy operation fills a group."""
     argument_indices: list[list[int]]
-    """Indices of the arguments that are copied to each group."""
+    """The indices of the arguments that are copied to the buffers of each group."""
     result: Any
 
 
 class Captures:
-    """All graphs in a process, which share memory and input buffers."""
+    """Captures graphs that share memory and input buffers."""
 
     def __init__(self, runtime: Any, new_graph: Callable[[], Any], device: torch.device) -> None:
         self.names: list[str] = []
@@ -48,12 +49,15 @@ class Captures:
         self._stream: Any = None
         self._pool: Any = None
         self._keeper: Any = None
-        """An empty graph that keeps the pool usable between engines, because a pool without graphs cannot be reused."""
+        """A tiny graph that keeps the memory pool alive, because a pool without graphs could not be reused by the next
+        engine in the process."""
 
     def buffer(self, index: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the buffer for argument `index`. Graphs share it if this argument has the same shape and dtype.
+        """Return the buffer for argument `index`. Graphs share a buffer if this argument has the same shape and dtype
+        in all of them.
 
-        A device buffer is filled in stream order right before a graph runs. A host buffer is filled immediately.
+        A buffer on the device is filled in stream order, right before a graph runs. A buffer on the host is filled
+        immediately.
         """
         key = index, like.shape, like.dtype, like.device
         if key not in self._buffers:
@@ -80,7 +84,7 @@ class Captures:
         return recorded
 
     def _give_back_cached(self) -> None:
-        """Free the memory that torch cached in eager runs, because graphs cannot use it."""
+        """If torch's cache is larger than the free memory, release the cache, because graphs cannot use it."""
         cached = self._runtime.memory_reserved() - self._runtime.memory_allocated()
         if cached > self._runtime.mem_get_info()[0]:
             self._runtime.empty_cache()
@@ -88,7 +92,7 @@ class Captures:
 
 @contextmanager
 def _pause_collector() -> Iterator[None]:
-    """Pause the garbage collector, because freeing a graph of an earlier engine would make the capture fail."""
+    """Pause the garbage collector during a capture, which would fail if a graph of an earlier engine were freed."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -117,10 +121,10 @@ class Graphed:
         return captured.result
 
     def _make(self, tensors: list[torch.Tensor], rest: Any) -> _Captured:
-        """Run the function eagerly once to compile its kernels and get this call's result, and then capture it.
+        """Run the function eagerly once, to compile its kernels and to get the result of this call, and then capture
+        it.
 
-        Capturing does not execute the function. Side effects therefore happen only once, even if a graph is first
-        needed while serving requests.
+        Capturing does not execute the function, so its side effects on the device happen only once.
         """
         buffers = [self._captures.buffer(i, tensor) for i, tensor in enumerate(tensors)]
         for buffer, tensor in zip(buffers, tensors, strict=True):
@@ -160,7 +164,7 @@ class StreamGraphs(Graphs):
         return cast("Function", Graphed(function, self._captures))
 
     def warmed_up(self) -> None:
-        # Eager runs leave memory in torch's cache.
+        # Release the memory that eager runs left in torch's cache.
         self._runtime.empty_cache()
         self._captured_in_warmup = len(self._captures.names)
 

@@ -27,11 +27,11 @@ from vllm_gaudi_spec.devices.common.arguments import find_tensors
 
 
 class NotCompilableError(RuntimeError):
-    """Raised for an operation that cannot be compiled, or not correctly. The message shows the source line."""
+    """Raised for an operation that cannot be compiled correctly. The message shows the source line."""
 
 
 class Value(NamedTuple):
-    """A placeholder for the tensor with this number."""
+    """A placeholder for a tensor in the arguments of an operation."""
 
     number: int
 
@@ -42,13 +42,13 @@ class Operation(NamedTuple):
     kwargs: Mapping[str, Any]
     """The arguments and keyword arguments, with `Value`s in place of tensors."""
     form: Hashable
-    """A description of the operation without its tensors. Operations that do the same thing have equal descriptions."""
+    """A description of the operation and its non-tensor arguments. Equal operations have equal descriptions."""
     inputs: tuple[int, ...]
-    """The input tensors' numbers, in order."""
+    """The numbers of the input tensors, in order."""
     outputs: tuple[int, ...]
-    """The output tensors' numbers, which may include inputs."""
+    """The numbers of the output tensors. An output that is an input modified in place has the input's number."""
     positions: tuple[int, ...] | None
-    """The output tensors' positions in the result; None if the result is a single tensor."""
+    """The positions of the output tensors in the result, or None if the result is a single tensor."""
     source: str
     """The line that issued the operation, formatted as in a traceback."""
 
@@ -57,11 +57,12 @@ class Operation(NamedTuple):
 class Segment:
     operations: list[Operation] = field(default_factory=list)
     is_compiled: bool = True
-    """False for a single collective, which runs eagerly because compiled collectives add up incorrectly (quirk C23)."""
+    """False if the segment is a collective, which runs eagerly because compiled collectives compute wrong sums (quirk
+    C23)."""
 
 
 class Fakes:
-    """The fake tensors in a trace, indexed by number."""
+    """The fake tensors in a trace, which are numbered in order of creation."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(static_shapes=True)
@@ -69,7 +70,7 @@ class Fakes:
         self._get_number: dict[int, int] = {}
 
     def enter(self, tensor: torch.Tensor) -> FakeTensor:
-        """Add a fake copy of a tensor under the next number. Tensors that share memory also share it in the trace."""
+        """Create a fake copy of a tensor. Tensors that share memory also share it in the trace."""
         fake = self.mode.from_tensor(tensor, static_shapes=True)
         self._add(fake)
         return fake
@@ -78,14 +79,14 @@ class Fakes:
         return self._get_number.get(id(fake))
 
     def get_geometry(self, number: int) -> tuple[Hashable, int]:
-        """Return a tensor's dtype, shape and strides, and the ID of its memory."""
+        """Return a tensor's geometry (such as its shape and strides), and the ID of its memory."""
         fake = self.values[number]
         geometry = fake.dtype, fake.shape, fake.stride(), fake.storage_offset(), fake.device
         return geometry, fake.untyped_storage()._cdata
 
     def add_result(self, result: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """Return the numbers and positions of the tensors in a result. Positions are None if the result is a single
-        tensor."""
+        """Number the tensors in an operation's result, and return their numbers and positions. The positions are None
+        if the result is a single tensor."""
         if isinstance(result, torch.Tensor):
             return (self._add_new(result),), None
         items = result if isinstance(result, (list, tuple)) else ()
@@ -102,7 +103,7 @@ class Fakes:
 
 
 class Tracer(TorchDispatchMode):
-    """Records operations and runs them on fake tensors."""
+    """Records the operations in a `with` block and runs them on fake tensors."""
 
     def __init__(self, rewrites: Mapping[Any, Callable[..., Any]], device_type: str) -> None:
         super().__init__()
@@ -111,7 +112,7 @@ class Tracer(TorchDispatchMode):
         self.fakes = Fakes()
         self._numbers_outside: dict[int, int] = {}
         self.outside: dict[int, torch.Tensor] = {}
-        """Maps numbers to real tensors that are neither arguments nor results."""
+        """Maps numbers to the real tensors that the function uses without taking them as arguments, such as weights."""
         self.segments = [Segment()]
 
     def get_number(self, tensor: torch.Tensor) -> int:
@@ -133,7 +134,7 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # queries, such as for a tensor's device, which compute nothing
+        if func.namespace == "prim":  # queries that compute nothing, such as one for a tensor's device
             if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
                 return args[0].fake_device
             with self.fakes.mode:
@@ -199,13 +200,13 @@ def _can_decompose(func: Any) -> bool:
 
 
 class _Note:
-    """Splits an operation's arguments into tensors and the remaining arguments."""
+    """Describes an operation's arguments and replaces their tensors with placeholders."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._get_number = tracer.get_number
         self.form: list[Hashable] = []
-        """The non-tensor arguments in order, converted so that 0.0 differs from -0.0, 1 differs from True, and NaN
-        equals NaN."""
+        """A description of the arguments in order, in which 0.0 differs from -0.0, 1 differs from True, and NaN equals
+        NaN."""
         self.inputs: list[int] = []
         self.others: list[Any] = []
         """Arguments that cannot be stored in a graph."""
@@ -229,23 +230,24 @@ class _Note:
         elif isinstance(value, (int, str)):  # also booleans and enumerations
             self.form.append((kind, value))
         else:
-            # These objects of the communication library differ between traces.
+            # Describe objects of the communication library only by type, because they differ between traces.
             self.form.append(kind)
             self.others.append(value)
         return value
 
 
 def _fake_collective(func: Any, args: Any) -> Any:
-    """Return what a collective returns: the modified tensors, which are its first argument, and a handle to wait on."""
+    """Return a result like that of the collective: a handle to wait on, and for some collectives also the tensors that
+    it modifies, which are its first argument."""
     work = FakeWork().boxed()
     return (args[0], work) if len(func._schema.returns) == 2 else work
 
 
-# Types of arguments whose equal values can be stored in a graph as the same constant.
+# Types whose values can be compared with `==` to find out whether two operations are the same.
 _PRINTABLE = frozenset({int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 _emulator = find_spec("card_emulator")
-# Files whose frames are skipped: torch, and the files with which an emulated card replaces parts of torch.
+# Files that are never reported as the source of an operation, such as those of torch and the emulator.
 _SKIPPED = (
     os.path.dirname(torch.__file__) + os.sep,
     *([os.path.dirname(_emulator.origin) + os.sep] if _emulator is not None and _emulator.origin else []),
@@ -257,7 +259,7 @@ _SKIPPED = (
 
 
 def _find_source() -> str:
-    """Return the source line that issued an operation, which is the innermost line outside torch and this file."""
+    """Return the source line that issued an operation: the innermost one outside the files in `_SKIPPED`."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         frame = frame.f_back
@@ -265,7 +267,7 @@ def _find_source() -> str:
 
 
 def fill_in(value: Any, by_number: Sequence[Any] | Mapping[int, Any]) -> Any:
-    """Replace each `Value` in nested lists, tuples, and dicts with the item that has the same number."""
+    """Replace each `Value` in nested lists, tuples, and dicts with the item of `by_number` that has its number."""
     if isinstance(value, Value):
         return by_number[value.number]
     if isinstance(value, (list, tuple)):
@@ -286,5 +288,5 @@ def check_equal(first: Tracer, second: Tracer) -> None:
         if one is None or other is None or identify(one) != identify(other):
             found = other or one
             raise NotCompilableError(
-                f"{found.target} differs between two traces, or has different numbers: {found.source}"
+                f"{found.target} or its non-tensor arguments differ between two traces: {found.source}"
             )

@@ -1,4 +1,4 @@
-"""The default backend, for CPUs. It uses vLLM's CPU kernels if the build has them and plain torch otherwise."""
+"""The backend for CPUs, which is the default. It uses vLLM's CPU kernels if the build has them, or else plain torch."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _KERNEL_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 51
 def make_backend() -> DeviceBackend:
     has_kernel = hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
     if torch.cpu._is_amx_tile_supported():
-        # A process has to request AMX tiles from Linux, as oneDNN does before its first matmul. vLLM's bfloat16
-        # attention does not do so, and without this call, a process that ran attention first was killed by SIGILL.
+        # A process has to request AMX tiles from Linux, which oneDNN does before its first matmul. vLLM's bfloat16
+        # attention does not, so a process that runs it first would be killed by SIGILL without this call.
         torch.cpu._init_amx()
     traits = DeviceTraits(
         name="cpu",
@@ -61,7 +61,7 @@ def make_backend() -> DeviceBackend:
         takes_cpu_weights=True,
         sleeps=True,
         updates_weights=True,
-        # The CPU does not compile graphs for shapes. Running small shapes warms up caches and reveals errors early.
+        # Nothing is compiled for specific shapes on a CPU. Small shapes are enough to warm up caches and reveal errors.
         warmup_tokens=16,
     )
     return DeviceBackend(
@@ -113,10 +113,10 @@ class CpuAttention(Attention):
         return supported
 
     def finite(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replace non-finite elements in place with a single operation.
+        """Replace non-finite elements with a single operation, if possible in place.
 
-        Additional operations would slow a small model's steps by a few percent. Large finite elements may remain,
-        because kernels overwrite masked scores and models skip padding on a CPU.
+        More operations would slow down the steps of a small model by a few percent. Large finite elements are kept,
+        because CPU kernels overwrite masked scores and models skip padding on a CPU.
         """
         is_expanded = 0 in tensor.stride()
         return (torch.nan_to_num if is_expanded else torch.nan_to_num_)(tensor, nan=0.0, posinf=0.0, neginf=0.0)
@@ -164,7 +164,7 @@ class CpuWeights(Weights):
         cpu_linear.repack(model, dropped=dropped)
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Log which weights were copied while the model was loaded (devices/cpu/platform.py)."""
+        """Log how many weights have float16 copies, which were created while the model was loaded (`linear.pack`)."""
         cpu_linear.log_copies(model)
 
 
@@ -175,10 +175,10 @@ def _split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Rows(NamedTuple):
-    """Rows in the kernel's format, int32. Some rows may have no queries."""
+    """The kernel's description of the rows, as int32 tensors. Rows may have no queries."""
 
     query_starts: torch.Tensor
-    """The start of each row's queries, followed by the end of the last row's queries."""
+    """The index of each row's first query, followed by the total number of queries."""
     key_ends: torch.Tensor
     tables: torch.Tensor
     is_causal: bool = True
@@ -194,7 +194,7 @@ def _build_rows(call: AttentionCall, spec: AttentionLayerSpec) -> _Rows:
 
 
 def _build_span_rows(spans: SpanRows, call: AttentionCall, query_starts: torch.Tensor) -> tuple[torch.Tensor, _Rows]:
-    """Return the int64 indices of the queries inside spans, and one row per span with only these queries."""
+    """Return the int64 indices of the queries inside spans, and rows in which each span's queries form one row."""
     rows_S, firsts_S, lasts_S = spans
     first_queries_S = torch.maximum(firsts_S, call.starts_B.index_select(0, rows_S))
     counts_S = lasts_S + 1 - first_queries_S

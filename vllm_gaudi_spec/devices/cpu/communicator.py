@@ -1,4 +1,4 @@
-"""Collectives between CPU ranks: vLLM's own, over shared memory or gloo, and the token exchange that vLLM lacks."""
+"""Collectives between CPU ranks."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from vllm_gaudi_spec.upstream.distributed import CpuCommunicator
 
 
 class CpuSpecCommunicator(EvenExchange, CpuCommunicator):
-    """vLLM's communicator, extended with the token exchange from `EvenExchange`."""
+    """vLLM's CPU communicator, which uses shared memory or Gloo, with an additional token exchange."""

@@ -1,12 +1,13 @@
-"""Decides whether to fork the engine process. This halves the start time, because a spawned process imports vLLM again.
+"""Decides whether to fork or spawn the engine process. Forking halves the start time, because a spawned process has to
+import vLLM again.
 
 GNU OpenMP does not survive a fork once its threads exist: the child's first parallel loop waits for threads that exist
 only in the parent. There is no way to query whether these threads exist, so a child is forked to try a computation.
 
-Intel's OpenMP survives a fork but binds the child's first thread to the first core. Binding is faster for a single
-rank, but several ranks would compete for that core, so they are spawned instead. A forked process uses the libraries
-that its parent has loaded. An `LLM(...)` engine therefore uses Intel's OpenMP only if the script was started with it or
-if the engine is spawned.
+Intel's OpenMP survives a fork but binds the child's first thread to the first core. This is faster for a single rank,
+but several ranks would compete for that core, so they are spawned. Because a forked process uses the libraries that its
+parent has loaded, an `LLM(...)` engine uses Intel's OpenMP only if the script loaded it at startup or if the engine is
+spawned.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 _PATIENCE_S = 2.0
-# Torch splits the work across threads if there are this many elements.
+# The number of elements in the test computation, which is large enough for torch to use several threads.
 _ELEMENTS = 1 << 20
 
 _has_threads = False
@@ -37,7 +38,8 @@ def start_method(num_ranks: int) -> str:
         return "fork"
     _has_threads = True
     logger.info(
-        "The engine process is spawned, which takes longer, because this process has already computed with torch."
+        "Spawning the engine process instead of forking it, because torch has already started threads in this process. "
+        "This takes longer."
     )
     return "spawn"
 

@@ -1,7 +1,7 @@
 """Determines which weight formats this CPU supports by running a small layer in each format before loading a model.
 
-vLLM chooses kernels while it creates layers but detects some missing kernels only in the first forward pass. Its
-AVX-512 build for CPUs has more kernels than its AVX2 build, and no table lists these kernels.
+vLLM chooses kernels while it creates layers, but it detects some missing kernels only in the first forward pass. Its
+AVX-512 build has more kernels than its AVX2 build, and no table lists them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# vLLM's parameters query their rank in a group, but groups do not exist yet.
+# A substitute for the tensor-parallel group, which does not exist yet. vLLM's parameters query their rank in it.
 _ALONE = SimpleNamespace(rank_in_group=0, world_size=1)
 # A multiple of the group and block sizes of all formats.
 _SIZE = 256
@@ -35,7 +35,8 @@ _QUANTIZED = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight"
 
 
 def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
-    """Implement `Weights.missing_kernel`. A slow kernel is accepted only if the user asked for the format."""
+    """Implement `Weights.missing_kernel`. Slow kernels are accepted only if the user requested native kernels or the
+    format itself."""
     from vllm_gaudi_spec.upstream.cpu_kernels import has_expert_kernels  # imports vLLM's layers
 
     takes_slow = Options.from_vllm(vllm_config).weight_kernels == NATIVE or not described(model)
@@ -56,7 +57,7 @@ def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
 
 
 class _Called(TorchDispatchMode):
-    """Records which torch operations are called."""
+    """Records the names of all torch operations called in a `with` block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,22 +69,25 @@ class _Called(TorchDispatchMode):
 
 
 def _find_slow_product(names: set[str]) -> str | None:
-    """Return an operation in `names` that runs only a slow fallback on this CPU, for lack of instructions, or None."""
-    # Torch's `_scaled_mm` (aten/src/ATen/native/Blas.cpp) leaves FP8 to oneDNN on CPUs with AMX. oneDNN 3.12 has a
+    """Return an operation in `names` for which this CPU lacks instructions, so that it would be slow, or None."""
+    # On CPUs with AMX, torch's `_scaled_mm` (aten/src/ATen/native/Blas.cpp) uses oneDNN for FP8. oneDNN 3.12 has a
     # kernel for AMX-FP16 and later (`check_isa_with_datatype` in src/cpu/x64/matmul/brgemm_matmul_utils.cpp; its
-    # AVX10.2 condition is reached only with AMX). Otherwise, torch and oneDNN copy the operands: a matmul took 10 to 70
-    # times as long as in float32 on AVX2, and 40 to 80 times with AMX but without AMX-FP16.
+    # AVX10.2 condition is reached only with AMX). On other CPUs, torch and oneDNN convert the operands. A matmul took
+    # 10 to 70 times as long as in float32 on AVX2, and 40 to 80 times with AMX but without AMX-FP16.
     if "aten._scaled_mm" in names and not torch.cpu._is_amx_fp16_supported():
         return "torch's product of FP8"
-    # The same oneDNN function requires AVX-512, or AVX2 with VNNI, which torch cannot report. On AVX2 alone, a matmul
-    # took 7 to 17 times as long as in float32 for one row, and 2 to 5 times for four rows.
+    # The same oneDNN function requires AVX-512 for int8, or AVX2 with VNNI, which torch cannot detect. On AVX2 alone,
+    # a matmul took 7 to 17 times as long as in float32 for one row, and 2 to 5 times for four rows.
     if "_C.onednn_scaled_mm" in names and not torch.cpu._is_avx512_supported():
         return "oneDNN's product of int8"
     return None
 
 
 def _find_quantized_layers(folder: Path) -> tuple[str, ...]:
-    """Return the first quantized attention layer and the first other quantized layer in the first file that has any."""
+    """Return the names of two quantized layers, one in attention and one elsewhere, or fewer if there are not both.
+
+    They are the first ones in the first file that contains any quantized layers.
+    """
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, "pt") as opened:
@@ -99,7 +103,7 @@ def _find_quantized_layers(folder: Path) -> tuple[str, ...]:
 
 @torch.inference_mode()
 def _compute(vllm_config: VllmConfig, model: ModelConfig, name: str) -> None:
-    """Run one matmul in an all-zero layer."""
+    """Create a small linear layer with zero weights in the model's format, and run it on one token."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
     from vllm_gaudi_spec.upstream.layers import ReplicatedLinear

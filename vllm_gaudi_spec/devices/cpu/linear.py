@@ -1,10 +1,10 @@
-"""Linear layers on the CPU: the storage format of each weight, and the library kernel that multiplies by the weight.
+"""Linear layers on the CPU: chooses the storage format of each weight, and the kernel that multiplies by it.
 
-A step with few tokens reads every weight once, so its time depends on the number of bytes read. Weights from bfloat16
-and float16 checkpoints are exact in float16, up to a power-of-two scale for the whole matrix. FBGEMM multiplies float32
-activations by float16 weights, which halves the bytes and adds no rounding. Steps with few tokens use such a float16
-copy. Steps with many tokens are compute-bound, so they use oneDNN's float32 kernel, which is then faster
-(benchmarks/results/small_gemm_cpu.json).
+The duration of a step with few tokens depends on the number of bytes in the weights, because it reads every weight
+once. Most weights from bfloat16 and float16 checkpoints can be stored exactly in float16, if necessary with a
+power-of-two scale for the matrix. FBGEMM multiplies float32 activations by float16 weights, which halves the bytes and
+adds no rounding, so steps with few tokens use a float16 copy. Steps with many tokens are compute-bound, so they use
+oneDNN's float32 kernel, which is faster for them (benchmarks/results/small_gemm_cpu.json).
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from vllm_gaudi_spec.upstream.layers import LinearBase, ParallelLMHead, VocabPar
 
 logger = init_logger(__name__)
 
-# Up to this number of rows, the float16 kernel is faster with both AVX2 and AVX-512.
+# The maximum number of rows for which the float16 kernel is faster, with both AVX2 and AVX-512.
 FEW_ROWS = 24
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Takes the arguments of vLLM's function: the input, the layer's weight (empty if it was packed), and the bias."""
+"""The `cpu_linear` function of a layer. It takes the input, the layer's weight (empty if it was packed), and the
+bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,9 @@ class ByRows:
 class Float32Logits:
     """An output matrix in bfloat16 or float16 that produces float32 logits.
 
-    A 16-bit kernel would round logits to multiples of up to 0.125, which would often make the two best logits equal.
-    Few rows use an exact float16 copy of the weight. For many rows, slices of the weight are converted to float32 in
-    turn. oneDNN may multiply the slices in bfloat16, which is exact for values that were originally bfloat16.
+    A 16-bit kernel would round logits to multiples of up to 0.125, so that the two best logits would often be equal.
+    For few rows, an exact float16 copy of the weight is used. For many rows, slices of the weight are converted to
+    float32 one after the other. oneDNN may convert a slice back to bfloat16, which is exact for a bfloat16 weight.
     """
 
     def __init__(self, weight_NK: torch.Tensor) -> None:
@@ -97,7 +98,7 @@ _SLICE_NUMBERS = 1 << 22
 
 @contextmanager
 def _fast_float32(dtype: torch.dtype) -> Iterator[None]:
-    """Let oneDNN convert float32 operands that contain `dtype` values to bfloat16, if the conversion is exact."""
+    """If `dtype` is bfloat16, let oneDNN compute float32 matmuls in bfloat16. This is exact for `dtype` values."""
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     if dtype == torch.bfloat16:
@@ -113,7 +114,7 @@ def _is_float16(weight: torch.Tensor) -> bool:
 
 
 def _choose_power_of_two(weight: torch.Tensor) -> float:
-    """Return the power of two that scales the largest element of a matrix to just below float16's maximum."""
+    """Return the power of two by which to divide a matrix, so that its largest element is below 2^15."""
     _, exponent = torch.frexp(weight.abs().amax())
     return 2.0 ** (int(exponent) - 15)
 
@@ -138,11 +139,13 @@ def refuse_missing_kernel(options: Options) -> None:
 
 
 _LINEAR = "gaudi_spec_linear"
-"""The attribute in which a weight stores its `Linear`, for weights that two layers share. It must not change later."""
+"""The name of the attribute in which a weight stores its `Linear`, so that two layers can share it. The attribute's
+value must not be replaced."""
 
 
 def _choose_on_first_call(make: Callable[[], Linear]) -> Linear:
-    """Choose the kernel at the first call, because most models never use an embedding table in a matmul."""
+    """Return a `Linear` that chooses its kernel on the first call. It is used for embedding tables, which most models
+    never use in a matmul."""
     chosen = cache(make)
     return lambda x, weight, bias: chosen()(x, weight, bias)
 
@@ -150,23 +153,24 @@ def _choose_on_first_call(make: Callable[[], Linear]) -> Linear:
 class _State:
     keeps_weights = False
     num_threads: int | None = None
-    """Torch's thread count at the time when this process packed its first weight."""
+    """Torch's thread count when this process packed its first weight."""
 
 
 def _keep_num_threads() -> None:
     """Restore torch's thread count to its value when the first weight was packed.
 
-    oneDNN chooses a packed layout that depends on the thread count, whereas vLLM's wrapper caches compiled kernels per
-    process by weight shape alone. A second weight with the same shape but another layout would therefore be misread. A
-    multi-rank engine sets the thread count of its process to one, and that process may create another engine later.
+    oneDNN's packed layout depends on the thread count, but vLLM caches oneDNN's kernels by weight shape alone. If the
+    thread count changed, a second weight with the same shape could have a different layout and would be misread. This
+    can happen if a process creates several engines, because a multi-rank engine sets the thread count to one.
     """
     found = torch.get_num_threads()
     if _State.num_threads is None:
         _State.num_threads = found
     elif found != _State.num_threads:
         logger.warning(
-            "torch had %d threads, but %d when this process loaded its first model. The number was reset, because "
-            "weights of the same shape must be packed alike. Use a separate process for each number of threads.",
+            "torch has %d threads, but it had %d when this process loaded its first model. The number was reset, "
+            "because all weights in a process must be packed for the same number of threads. Use a separate process "
+            "for each number of threads.",
             found,
             _State.num_threads,
         )
@@ -184,9 +188,11 @@ def keep_unpacked() -> Iterator[None]:
 
 
 def pack(original: Callable[..., None], layer: LinearBase | VocabParallelEmbedding, remove_weight: bool) -> None:
-    """Choose the kernel for a newly loaded layer. This function replaces vLLM's function, `original`.
+    """Choose the kernel for a newly loaded layer.
 
-    If `remove_weight` is set, the original weight is no longer needed. Embedding tables keep theirs for token lookup.
+    Args:
+        original: The vLLM function that this function replaces.
+        remove_weight: Whether the unpacked weight is no longer needed. Embedding tables need theirs for token lookup.
     """
     weight = layer.weight
     if _State.keeps_weights:
@@ -226,7 +232,7 @@ def _choose(
         return Float16Linear.of(weight, _find_exact_scale(weight) or _choose_power_of_two(weight))
     few = Float16Linear.exact(weight)
     chosen = getattr(layer, "cpu_linear", None)
-    # vLLM keeps the weight if it has no kernel for packing it.
+    # This call may keep the weight even if `remove_weight` is set, because vLLM cannot pack all weights.
     original(layer, remove_weight)
     many: Linear = layer.cpu_linear
     if chosen is not None:
@@ -237,7 +243,7 @@ def _choose(
 def repack(model: nn.Module, *, dropped: bool) -> None:
     """Repack embeddings and output matrices after a weight update, or free all packed weights if `dropped` is set.
 
-    vLLM packs the weights that it loads, except for an output matrix tied to the embeddings.
+    vLLM itself repacks all other weights that it loads. It does not repack an output matrix tied to the embeddings.
     """
     tables = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
     for layer in tables:
@@ -253,7 +259,7 @@ def log_copies(model: nn.Module) -> None:
     copies = [few.nbytes for linear in linears.values() if (few := getattr(linear, "few", None)) is not None]
     if copies:
         logger.info(
-            "Steps with up to %d tokens run faster with exact float16 copies of %d of the %d weight matrices. "
-            "To save the %s that the copies take, set cpu_weights to float32 in additional_config.gaudi_spec.",
+            "Steps with up to %d tokens use exact float16 copies of %d of the %d weight matrices, which is faster. "
+            "To save the %s that these copies use, set cpu_weights to float32 in additional_config.gaudi_spec.",
             *(FEW_ROWS, len(copies), len(linears), format_size(sum(copies))),
         )

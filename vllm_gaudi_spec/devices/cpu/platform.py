@@ -30,11 +30,11 @@ _CPU_RAY_EXECUTOR = "vllm_gaudi_spec.devices.cpu.ray.CpuRayExecutor"
 class CpuSpecPlatform(SpecPlatform, CpuPlatform):
     """The CPU platform.
 
-    This class derives from vLLM's CPU platform, because vLLM checks `is_cpu()` before it packs linear weights for
-    oneDNN, uses its C++ kernels for activations, rotary embeddings, and MoE, or calls accelerator functions.
+    This class derives from vLLM's CPU platform, so that `is_cpu()` is true. vLLM then packs linear weights for oneDNN,
+    uses its C++ kernels for activations, rotary embeddings, and MoE, and does not call accelerator functions.
     """
 
-    # Operations in a step are too small to benefit from compiled helpers, and Inductor takes seconds to compile them.
+    # Do not compile vLLM's helper functions: their operations are too small to benefit, and Inductor takes seconds.
     simple_compile_backend = "eager"
     ray_device_key = "CPU"
 
@@ -46,10 +46,10 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
-        """Turn async scheduling off by default for servers.
+        """Turn off async scheduling by default for servers.
 
-        It returns each token one step later. On a CPU, this does not increase throughput, because a step and the
-        scheduling of the next one use the same cores.
+        Async scheduling returns each token one step later. On a CPU, it does not increase throughput, because a step
+        and the scheduling of the next step use the same cores.
         """
         super().pre_register_and_update(parser)
         if parser is not None:
@@ -81,9 +81,9 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        """No-op: the kernels that vLLM overrides here belong to its own runner and sampler, which are not used.
+        """No-op: vLLM's method overrides kernels of its own runner and sampler, which are not used.
 
-        vLLM's version searches all modules and fails with an AttributeError on llvmlite functions, which Kimi Linear
+        vLLM's method searches all modules and raises an AttributeError on llvmlite functions, which Kimi Linear
         imports.
         """
 

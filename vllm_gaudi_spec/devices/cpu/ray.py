@@ -1,7 +1,7 @@
 """Ray executor for CPU ranks on one or more machines.
 
-vLLM's executor counts GPUs, which a CPU rank does not have. Instead, each rank reserves one CPU on its Ray node,
-regardless of how many threads it uses.
+vLLM's Ray executor reserves a GPU for each rank. This one reserves one CPU on the rank's Ray node instead, regardless
+of how many threads the rank uses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm_gaudi_spec.upstream.ray import RayExecutorV2, RayWorkerProc
 
 
 class CpuRayWorker(RayWorkerProc):
-    """A CPU rank."""
+    """The Ray actor of a CPU rank."""
 
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
         return ray.get_runtime_context().get_node_id(), []

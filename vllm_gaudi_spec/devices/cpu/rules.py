@@ -1,7 +1,7 @@
-"""Sampling on a CPU, with vectorized versions of the functions in `sampling/` that do only the work each row needs.
+"""Sampling on a CPU, with faster versions of the functions in `sampling/` that do only the work that each row needs.
 
-NumPy finds maxima with vector instructions; PyTorch does not. N: positions. V: vocabulary size. C: number of best
-tokens considered at a position.
+They use NumPy, which finds maxima with vector instructions, whereas torch does not. N: positions. V: vocabulary size.
+C: number of best tokens considered at a position.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 _NEG_INF = np.float32(-np.inf)
 _LISTS = (1024, 16384)
-"""The numbers of best tokens to try before sorting all tokens. The first number is enough for most positions."""
+"""The numbers of best tokens to try before all tokens are sorted. The first number is enough for most positions."""
 _FEW = 8
-"""Compute noise for the remaining tokens only if at most one in this many tokens remains. Finding them takes time."""
+"""If more than one in this many tokens remains after filtering, noise is computed for all tokens, because finding the
+remaining ones takes time."""
 
 
 def sample_greedy(logits_BQV: torch.Tensor) -> torch.Tensor:
@@ -40,7 +41,8 @@ def sample_random(
     positions_BQ: torch.Tensor,
     stream: Stream = Stream.TARGET,
 ) -> torch.Tensor:
-    """Sample with noise for only the tokens that remain after filtering, which are usually few."""
+    """Sample like `strict.sample_random`, but compute noise only for the tokens that remain after filtering if they are
+    few."""
     num_rows, num_positions, vocab = logits_BQV.shape
     logits_NV = logits_BQV.reshape(-1, vocab).numpy()
     which = np.flatnonzero(logits_NV > _NEG_INF)
@@ -87,7 +89,8 @@ def filter_logits(
     longest: int = 0,
     num_sampling_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Filter using only the best tokens at each position if that is enough; otherwise, sort all tokens."""
+    """Filter logits like `filters.filter_logits`, but sort all tokens only at positions where the best ones do not
+    suffice."""
     num_rows, num_positions, vocab = logits_BQV.shape
     logits_NV = logits_BQV.reshape(-1, vocab)
 
@@ -101,7 +104,7 @@ def filter_logits(
         asked.leave_out((torch.arange(num_positions) >= num_sampling_B[:, None]).flatten().numpy(), vocab)
     floor_N = _find_floors(logits_NV, asked, vocab)
     filtered_NV = torch.empty_like(logits_NV)
-    # Keep values above the largest float below the floor, because `threshold` is vectorized and `where` is not.
+    # Use `threshold`, which is vectorized, unlike `where`. It keeps values above a limit, so lower the floor slightly.
     below_N = np.nextafter(floor_N, _NEG_INF).tolist()
     for logits_V, below, filtered_V in zip(logits_NV, below_N, filtered_NV, strict=True):
         torch.ops.aten.threshold.out(logits_V, below, filters.NEG_INF, out=filtered_V)
@@ -142,7 +145,7 @@ def _find_floors(logits_NV: torch.Tensor, asked: _Asked, vocab: int) -> np.ndarr
 
 
 def _find_floors_in_list(logits_NV: torch.Tensor, asked: _Asked, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the floors computed from the `length` best logits, and whether these logits are enough for each row."""
+    """Return the floors according to the `length` best logits, and for each row whether these logits are sufficient."""
     vocab = logits_NV.shape[1]
     values_NV = logits_NV.numpy()
     if length < vocab:
@@ -154,7 +157,7 @@ def _find_floors_in_list(logits_NV: torch.Tensor, asked: _Asked, length: int) ->
     top_k_N1 = asked.top_k_N[:, None]
     kth_N1 = np.take_along_axis(best_NC, np.minimum(top_k_N1, length) - 1, axis=-1)
     floor_N1 = np.where(top_k_N1 < vocab, np.maximum(floor_N1, kth_N1), floor_N1)
-    # The list contains all logits above its last one, but possibly not all logits equal to the last one.
+    # The list contains all logits above its last one, but possibly not all that are equal to it.
     is_whole_N = (floor_N1[:, 0] > best_NC[:, -1]) | (length == vocab)
     with np.errstate(over="ignore", invalid="ignore"):
         weights_NC = np.where(best_NC >= floor_N1, np.exp(best_NC - peak_N1), 0)
@@ -172,7 +175,7 @@ def _find_floors_in_list(logits_NV: torch.Tensor, asked: _Asked, length: int) ->
 
 
 def _sum_mass(logits_NV: torch.Tensor, which: np.ndarray, peak_N1: np.ndarray, floor_N1: np.ndarray) -> np.ndarray:
-    """Return the probability mass at or above the floors of the selected rows."""
+    """Return the total unnormalized probability of the tokens at or above the floors of the selected rows."""
     rows = _select_rows(logits_NV, which)
     weights = (rows - torch.from_numpy(peak_N1)).exp_()
     if (floor_N1 > _NEG_INF).any():

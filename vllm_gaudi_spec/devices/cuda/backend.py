@@ -1,4 +1,4 @@
-"""The backend for NVIDIA GPUs, the reference accelerator. Every step is a CUDA graph, without torch.compile."""
+"""The backend for NVIDIA GPUs, which captures every step as CUDA graphs and does not use torch.compile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_backend() -> DeviceBackend:
             "VGS_DEVICE=cuda needs an NVIDIA GPU, a torch built for it and Triton, but at least one is missing (torch "
             f"{torch.__version__}); set VGS_DEVICE to cpu or hpu-emulated."
         )
-    # A device without an index is the process's only card (`Platform.set_device`).
+    # Without an index, "cuda" refers to the GPU that `Platform.set_device` selected for this process.
     device = torch.device("cuda")
     traits = DeviceTraits(
         name="cuda",
@@ -62,10 +62,7 @@ class CudaWeights(Weights):
     fp8_range = GAUDI3  # FP8 on NVIDIA GPUs has the full e4m3 range
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Replace the methods of linear layers and the forward methods of decoder layers. Weights are not moved.
-
-        Float32 matmuls also stay exact, as on every other device.
-        """
+        """Install the faster linear and decoder layers. This also disables TF32, so that float32 matmuls are exact."""
         from vllm_gaudi_spec.devices.cuda import decoder, linear
 
         torch.set_float32_matmul_precision("highest")

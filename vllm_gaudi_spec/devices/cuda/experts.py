@@ -45,9 +45,9 @@ def _is_faster(call: Call) -> bool:
 
 
 def _takes(call: Call) -> bool:
-    """Whether torch has a kernel for a call. The kernel requires rows that are aligned to 16 bytes.
+    """Whether torch has a kernel for a call, which requires rows that are aligned to 16 bytes.
 
-    Without a kernel, torch reads the counts on the host, which a captured graph does not allow.
+    Without the kernel, torch would read the group sizes on the host, which is impossible in a captured graph.
     """
     x, rows = call.x_TH, (call.w13_EJH, call.w2_EHI)
     if x.dtype != torch.bfloat16 or not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] not in _WITH_KERNEL:

@@ -39,13 +39,13 @@ _ENOUGH_SPLITS = 4
 
 
 class Form(NamedTuple):
-    """Configuration of a program instance."""
+    """A configuration of the kernel."""
 
     key_tile_bytes: int
     """The number of bytes of keys read at once, at most one KV block."""
     num_warps: int
     instances: int
-    """The number of instances into which a batch with few rows is split."""
+    """The total number of program instances into which a batch with few rows is split."""
 
 
 # An H100 can hold 528 instances that have 128 threads with 128 registers each.
@@ -55,7 +55,10 @@ LONG_HEADS = Form(16 << 10, 4, 528)
 
 
 class Projected(NamedTuple):
-    """The projected tokens in a forward pass. The elements of each token are contiguous, head by head."""
+    """The queries, keys, and values that a layer's projection computed for all tokens, and the KV slots of the tokens.
+
+    The elements of each token are contiguous, head by head.
+    """
 
     query_TH: torch.Tensor
     key_TK: torch.Tensor
@@ -64,8 +67,10 @@ class Projected(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Rotates the first `dim` elements of each head in pairs that are `dim / 2` elements apart. Each row of `table`
-    contains the cosines for a position, followed by its sines."""
+    """A rotary embedding of the first `dim` elements of each head, in pairs that are `dim / 2` elements apart.
+
+    Each row of `table` contains the cosines for a position, followed by its sines.
+    """
 
     positions_T: torch.Tensor
     table: torch.Tensor
@@ -359,7 +364,7 @@ def _attend(
 
 @triton.jit
 def _average_tiles(starts_ptr, rows, even_splits, WINDOW: tl.constexpr, TILE_N: tl.constexpr):
-    """Return the average number of tiles per instance if all rows had the average length, at least 1."""
+    """Return the number of tiles per instance, at least 1, that would result if all rows had the average length."""
     total = 0
     # A single warp adds 32 lengths without waiting for other warps.
     for first in range(0, rows, 32):

@@ -1,4 +1,4 @@
-"""FP8 matmuls for a drafter's output matrix, using torch's kernel. The benefit for other layers was not measured."""
+"""FP8 matmuls for a drafter's output matrix, using torch's kernel. FP8 was not measured for other layers."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class CudaArithmetic:
     def multiply(
         self, x: torch.Tensor, y: torch.Tensor, x_scale: torch.Tensor, y_scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        # The kernel does not support a float32 result together with row and column scales, so scales are applied later.
-        # Logits stay in float32, as with the original matrix. In `dtype`, the two best logits would often be equal.
+        # Return float32 logits as without FP8, because in `dtype` the two best logits would often be equal. With a
+        # float32 result, the kernel does not support row and column scales, so apply these afterwards.
         one = torch.ones((), device=x.device)
         out: torch.Tensor = torch._scaled_mm(x, y, scale_a=one, scale_b=one, out_dtype=torch.float32)
         return out * (x_scale * y_scale)

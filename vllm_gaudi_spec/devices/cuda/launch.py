@@ -1,7 +1,7 @@
-"""Programmatic dependent launch, in which a kernel starts before the preceding one has finished to hide launch costs.
+"""Programmatic dependent launch: to hide launch latencies, a kernel starts before the preceding kernel has finished.
 
-The kernel itself waits for the preceding kernel. Before waiting, it can do work that does not depend on the preceding
-kernel, such as loading weights. CUDA graphs record this dependency.
+The kernel itself waits for the preceding kernel. Before that, it can do work that does not depend on the preceding
+kernel, such as loading weights. CUDA graphs support such launches.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @cache
 def options() -> dict[str, Any]:
-    """Return launch options for a kernel that calls `wait`.
+    """Return the launch options for a kernel that calls `wait`.
 
-    Call this function only at launch, because querying the compute capability opens the GPU.
+    Call this function only when a kernel is launched, because it opens the GPU to query the compute capability.
     """
     can = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)  # Hopper and later
     return {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}
@@ -35,8 +35,8 @@ def let_next_start(EARLY: tl.constexpr):
 def wait(EARLY: tl.constexpr):
     """Wait for the preceding kernel before accessing data that another kernel wrote or may still read.
 
-    Every instance that does any work must call this function. A later kernel waits only for this kernel, which must
-    therefore not finish before all preceding kernels have finished.
+    Every program instance that does any work must call this function. The next kernel waits only for this kernel, so
+    this kernel must not finish before the preceding ones.
     """
     if EARLY:
         gdc_wait()
@@ -44,14 +44,14 @@ def wait(EARLY: tl.constexpr):
 
 @triton.jit
 def begin(EARLY: tl.constexpr):
-    """Let the next kernel start, and then wait for the preceding one. For kernels without work before waiting."""
+    """Let the next kernel start, and wait for the preceding one. Use this in kernels that have nothing to do before."""
     let_next_start(EARLY)
     wait(EARLY)
 
 
 @triton.jit
 def fetch(pointers, EARLY: tl.constexpr):
-    """Load memory into the cache before `wait`. No kernel may write to this memory."""
+    """Load memory that no kernel writes, such as weights, into the cache before `wait` is called."""
     if EARLY:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",

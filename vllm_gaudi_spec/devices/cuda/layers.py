@@ -1,4 +1,7 @@
-"""Replaces vLLM's norms, rotary embeddings, and gated activation with Triton kernels when the module is imported."""
+"""Replaces vLLM's norms, rotary embeddings, and gated activation with Triton kernels.
+
+Importing this module registers the replacements.
+"""
 
 from __future__ import annotations
 

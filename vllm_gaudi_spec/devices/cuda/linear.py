@@ -59,7 +59,8 @@ def linear(
     """Compute `torch.nn.functional.linear` with the fastest kernel for the given sizes.
 
     If `gated` is set, the result is silu of the first half of the outputs times the second half. `dtype` is float32 for
-    a float32 result from 16-bit weights, or None for the dtype of `x`. It must be None with `gated` or a norm.
+    a float32 result from 16-bit weights, or None for the dtype of `x`. It must be None if `gated` is set or if `x` is
+    an `Unnormed`.
     """
     if isinstance(x, Unnormed):
         return multiply_few_rows(x, weight_NK, bias_N, gated=gated)

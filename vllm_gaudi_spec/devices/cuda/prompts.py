@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 _FEWEST_QUERIES = 32
-"""The minimum number of queries per row, which excludes verify steps but no prompt chunks or their slices."""
+"""The minimum number of queries per row. It includes all prompt chunks and slices, but no verify steps."""
 _FEWEST_LANES = 512 * 32
 """The minimum total number of queries over all rows and heads. With fewer, the GPU is full only if keys are split."""
 

@@ -1,4 +1,7 @@
-"""Sampling and acceptance on a GPU. Each function in `sampling/` takes one to three kernel launches."""
+"""Sampling and acceptance on a GPU, with Triton versions of the functions in `sampling/`.
+
+Each function takes one to three kernel launches.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class _Chunks(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """The work of one instance in a sampling kernel: its chunks and the number of registers per thread."""
+    """The configuration of a sampling kernel, such as the chunks and registers of each program instance."""
 
     chunk: int
     parts: int
@@ -307,7 +310,7 @@ def filter_logits(
     longest: int = 0,
     num_sampling_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Filter with a single search that works for any k, so that `longest` is not used."""
+    """Filter logits like `filters.filter_logits`. `longest` is not used, because the search works for any k."""
     rows, num_positions, vocab = logits_BQV.shape
     filtered_BQV = logits_BQV.new_empty(logits_BQV.shape)
     filter_kernel[(rows * num_positions,)](

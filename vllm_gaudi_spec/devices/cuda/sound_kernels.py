@@ -1,4 +1,4 @@
-"""Triton kernels that find a drafter's best token and flag rows with NaN or plus infinity. `rules.py` calls them."""
+"""Triton kernels, called by `rules.py`, that find a drafter's best token and detect rows with NaN or plus infinity."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sound_argmax_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """Find the best token in a row and check the row for NaN and plus infinity, recorded in the arrival count."""
+    """Find the best token in a row, and check whether the row contains NaN or plus infinity."""
     chunk, row_index = tl.program_id(0), tl.program_id(1)
     row = logits + row_index.to(tl.int64) * stride
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)

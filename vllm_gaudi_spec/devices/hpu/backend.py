@@ -1,6 +1,6 @@
-"""The backend for Intel Gaudi. Steps run as HPU graphs in lazy mode; in compiled mode, `hpu_backend` compiles them.
+"""The backend for Intel Gaudi. In lazy mode, steps run as HPU graphs. In compiled mode, `hpu_backend` compiles them.
 
-This backend has not yet run on a real Gaudi. On the emulated card (`card_emulator/`), it runs unchanged in both modes.
+This backend has not yet run on a real Gaudi. It runs unchanged on the emulated card (`card_emulator/`) in both modes.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class HpuMemory(StreamMemory):
         super().__init__(_hpu(), TRAITS.torch_device, graphs)
         self._bridge = bridge
         self._pinned: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
-        """Pinned host memory for copies from the device, kept for reuse because each allocation calls the driver."""
+        """Unused pinned host memory, which is kept for later copies because each allocation calls the driver."""
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, KVPair]:
         by_layer = super().allocate_kv(kv_cache_config, layout)
@@ -178,7 +178,8 @@ class HpuMemory(StreamMemory):
     measures_peak = True
 
     def measure_peak(self, run: Callable[[], object]) -> int:
-        # A recipe's memory may come from the bridge's pool or from the driver, so the larger measurement applies.
+        # A recipe's memory may come from the bridge's pool or from the driver, so return the larger of two
+        # measurements.
         self._runtime.synchronize()
         allocated, free = self._runtime.memory_allocated(), self.free_bytes()
         self._runtime.reset_peak_memory_stats()
@@ -199,7 +200,7 @@ class HpuMemory(StreamMemory):
 
     @cached_property
     def _downloads(self) -> Any:
-        """Return the stream for copying results to the host."""
+        """The stream that copies results to the host."""
         return self._runtime.Stream()
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -210,7 +211,8 @@ class HpuMemory(StreamMemory):
         self.num_host_syncs += 1
         host = self._take_pinned(tensor)
         if host is None:
-            # For unpinned memory, the bridge copies in a callback that no event covers, so stale data could be read.
+            # Copy synchronously. An asynchronous copy to unpinned memory ends in a callback that events do not wait
+            # for.
             arrived = tensor.cpu()
             return lambda: arrived
         # The next replay may overwrite the results before they are copied, so copy a clone. A separate stream is used,
@@ -243,7 +245,7 @@ class HpuMemory(StreamMemory):
             if buffer.is_pinned():
                 return buffer
             reason = "torch's is not pinned"
-        logger.warning_once("Torch has no pinned host memory (%s), so each step waits for its results.", reason)
+        logger.warning_once("Torch cannot pin host memory (%s), so each step waits for its results.", reason)
         return None
 
 
@@ -273,7 +275,7 @@ class HpuAttention(PairAttention):
         if call.flat is not None:
             return flat.attend(query_THD, keys, values, call, spec)
         if values is None or not self._can_fuse(spec):
-            # The documentation of the fused kernel does not cover the size of latent keys.
+            # The fused kernel's documentation does not say whether it supports the size of latent keys.
             return padded.attend(query_THD, keys, values, call, spec)
         return self._attend_fused(query_THD, keys, values, call, spec)
 
@@ -294,7 +296,7 @@ class HpuAttention(PairAttention):
         call: AttentionCall,
         spec: AttentionLayerSpec,
     ) -> torch.Tensor:
-        """Compute attention from prompt chunks to all cached keys in their rows, including those of the chunks."""
+        """Compute attention for prompt chunks with the fused kernel, over all keys of their requests."""
         query_BHQD = _split_rows(query_THD, call)
         if call.fresh_kv and _sees_all_before(call, spec):
             keys_BKSD, values_BKSD = (_split_rows(part_TKD, call) for part_TKD in call.fresh_kv)
@@ -305,7 +307,7 @@ class HpuAttention(PairAttention):
             mask = call.plan(("mask", spec.mask_key, spec.dtype), lambda: _build_mask(call, spec))
             size = _choose_split(mask)
         softmax_mode = "None" if spec.dtype != torch.bfloat16 else _SOFTMAX_MODES.get(spec.model_type, "fast")
-        # Only positional arguments are documented. These disable dropout, returned probabilities, and windows.
+        # Only positional arguments are documented. The three before the sinks disable features that are not used.
         sinks = () if spec.sinks_H is None else (False, False, (-1, -1), spec.sinks_H)
         rest = (0.0, mask is None, spec.scale, softmax_mode, True, None, "right", *sinks)
         if mask is None or size == call.num_queries:
@@ -316,7 +318,7 @@ class HpuAttention(PairAttention):
                 [self._fused_sdpa.apply(query, keys_BKSD, values_BKSD, part, *rest) for query, part in parts], dim=2
             )
         if sinks and self._bridge.regions is None:
-            self._bridge.mark_step()  # also done in vllm-gaudi, for an unpublished reason (quirk A13)
+            self._bridge.mark_step()  # vllm-gaudi does this too, without stating a reason (quirk A13)
         return attended_BHQD.transpose(1, 2).flatten(0, 1)
 
 
@@ -337,7 +339,7 @@ class HpuWeights(Weights):
         return {
             experimental.synDeviceType.synDeviceGaudi2: GAUDI2,
             experimental.synDeviceType.synDeviceGaudi3: GAUDI3,
-        }.get(kind, GAUDI2)  # every card supports the narrower range
+        }.get(kind, GAUDI2)  # for an unknown card, use the narrower range
 
     def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
         hpu_fp8.prepare_loading()
@@ -358,16 +360,16 @@ class HpuWeights(Weights):
             _move_plain_tensors(model, TRAITS.torch_device)
         mark_layers(model, self._bridge.mark_step, gaudi_layers_of_a_recipe())
         split_long_prompts(model)
-        # Wait for the copies. Nothing is derived from weights, because graphs read them in place.
+        # Wait for the copies.
         self._bridge.mark_step()
         _hpu().synchronize()
 
 
 def mark_layers(model: nn.Module, mark_step: Callable[[], None], every: int) -> None:
-    """Insert a graph break after every `every`-th layer with attention.
+    """Insert a marker after every `every`-th layer with attention, or none if `every` is 0.
 
-    Identical layers then share a recipe, which is compiled only once. Compiling a whole model as one recipe takes a
-    long time, and such a recipe may be too large to run (optimum-habana#1722).
+    Layers between markers then share a recipe, which is compiled only once. A single recipe for the whole model would
+    take a long time to compile and might be too large to run (optimum-habana#1722).
     """
     layers: list[nn.Module] = []
     inside: set[nn.Module] = set()
@@ -386,7 +388,7 @@ def _move_plain_tensors(model: nn.Module, device: torch.device) -> None:
     """Move tensors that are neither parameters nor buffers, because `Module.to` leaves them on the host.
 
     Modules that share a tensor still share it afterwards. INC's scales stay on the host, where INC needs them (quirk
-    Q15). Zero-dimensional tensors also stay on the host, because they become part of a graph.
+    Q15). Zero-dimensional tensors also stay on the host, because graphs store their values as constants.
     """
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
@@ -398,7 +400,7 @@ def _move_plain_tensors(model: nn.Module, device: torch.device) -> None:
 
 
 def _has_argument(fused: Any, name: str) -> bool:
-    """Whether a bridge operator has an argument with this name in `forward`, `apply`, or both."""
+    """Whether the `forward` or `apply` function of a bridge operator has an argument with this name."""
     functions = (getattr(fused, kind, None) for kind in ("forward", "apply"))
     return any(name in inspect.signature(function).parameters for function in functions if function is not None)
 
@@ -406,7 +408,7 @@ def _has_argument(fused: Any, name: str) -> bool:
 def _passes_sinks_on() -> bool:
     """Whether the bridge passes attention sinks to the kernel.
 
-    If the corresponding flag is off, the bridge silently drops sinks (quirk A32).
+    If PT_HPU_ENABLE_FUSED_SDPA_SINK is off, the bridge silently drops sinks (quirk A32).
     """
     bridge = importlib.import_module("habana_frameworks.torch.internal.bridge_config")
     flag = getattr(bridge, "get_pt_hpu_enable_fused_sdpa_sink", None)
@@ -419,9 +421,9 @@ def _split_rows(tensor_THD: torch.Tensor, call: AttentionCall) -> torch.Tensor:
 
 
 def _sees_all_before(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
-    """Whether each query attends to exactly the chunk's keys up to its own, so the kernel's causal mode can be used.
+    """Whether the kernel's causal mode computes the right mask for a prompt's first chunk, without windows or spans.
 
-    The result is false with sinks, because no known source uses sinks in this mode.
+    It is not used with sinks, because no known source combines the two.
     """
     reach = min(spec.sliding_window or call.num_queries, spec.attention_chunk or call.num_queries)
     return spec.is_causal and reach >= call.num_queries and call.spans is None and spec.sinks_H is None
@@ -429,7 +431,7 @@ def _sees_all_before(call: AttentionCall, spec: AttentionLayerSpec) -> bool:
 
 def _build_mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
     """Return the mask [B, 1, Q, keys] that is added to the scores."""
-    # With Python numbers, `where` would return float32, and the mask would have to be converted.
+    # Use tensors, because with Python numbers, `where` would return a float32 mask, which would have to be converted.
     seen, hidden = (
         torch.full((), value, dtype=spec.dtype, device=call.starts_B.device)
         for value in (0.0, torch.finfo(spec.dtype).min)
@@ -438,10 +440,10 @@ def _build_mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
 
 
 def _choose_split(mask: torch.Tensor) -> int:
-    """Return the number of queries to process at once with a mask [B, 1, Q, keys].
+    """Return the number of queries per kernel call with a mask [B, 1, Q, keys].
 
-    The result minimizes the number of calls and makes the calls similar in size. The kernel uses 32-bit mask offsets,
-    and a row with a mask of 2 GiB returns NaN (quirk A30).
+    The result is the smallest one with the minimum number of calls. One call would not suffice for all masks, because
+    the kernel uses 32-bit mask offsets and returns NaN for a row whose mask takes 2 GiB (quirk A30).
     """
     num_queries, num_keys = mask.shape[-2:]
     at_once = max((LARGEST_MASK - 1) // (num_keys * mask.element_size()), 1)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Bridge(NamedTuple):
-    """The module `habana_frameworks.torch` and the mode in which it runs."""
+    """The module `habana_frameworks.torch`, and the functions that depend on its mode."""
 
     habana: Any
     regions: RegionCompiler | None
@@ -31,8 +31,8 @@ class Bridge(NamedTuple):
 def open_bridge() -> Bridge:
     """Load the bridge without opening the card.
 
-    vLLM's front end also creates a backend, and if it opened the card, the card would not be available to the engine.
-    Importing the bridge registers `torch.hpu` and the "hccl" process group. The bridge reads the environment only once.
+    vLLM's front-end process also creates a backend. If it opened the card, the engine could not use the card. Importing
+    the bridge registers `torch.hpu` and the "hccl" process group. The bridge reads environment variables only once.
     """
     habana, is_lazy = _import_bridge(), gaudi_is_lazy()
     if habana.utils.internal.is_lazy() != is_lazy:
@@ -69,7 +69,8 @@ def _import_bridge() -> Any:
 
 
 def _keep_states_apart() -> None:
-    """Disable input reuse in a bridge that torch loaded automatically before our default was set (quirk C33)."""
+    """Disable input reuse if torch loaded the bridge before the default of its environment variable was set (quirk
+    C33)."""
     found: Any = sys.modules.get("habana_frameworks.torch.dynamo.compile_backend.config")
     if INPUT_REUSE.value == "0" and hasattr(found, "enable_synapse_input_reuse"):
         found.enable_synapse_input_reuse = False

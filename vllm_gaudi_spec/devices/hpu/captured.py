@@ -1,4 +1,5 @@
-"""Wraps a function as one HPU graph, which reads every tensor in its input list and returns a tuple of new tensors."""
+"""Wraps a function so that it can be captured as an HPU graph. The graph reads all of its inputs and returns only new
+tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class CapturedFunction(nn.Module):
         self._error: Exception | None = None
         self._form: Any = None
         self._sources: list[tuple[bool, int]] = []
-        """For each tensor in the result, whether it is an argument, and its index among the arguments or outputs."""
+        """The source of each tensor in the result: whether it is an argument, and its index in the arguments or
+        outputs."""
 
     def forward(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         reads = _Reads(tensors)
@@ -40,14 +42,13 @@ class CapturedFunction(nn.Module):
         self._sources = []
         index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
         for tensor in found:
-            # If the graph returned an argument, replays would return the captured tensor, not the current one.
+            # Do not return arguments from the graph, because replays would return the captured tensors.
             index = index_of.get(id(tensor))
             self._sources.append((False, len(outputs)) if index is None else (True, index))
             if index is None:
                 outputs.append(tensor)
-        # If a graph does not read an argument, the bridge copies the argument over the captured tensor at each call, in
-        # a graph that is compiled at the second call (bridge 1.19, graphs.py). To avoid these copies, read one element
-        # of each such argument.
+        # If the graph did not read an argument, the bridge would copy the argument to the captured tensor in each call,
+        # with a graph that is compiled in the second call (bridge 1.19, graphs.py). Read one element to avoid this.
         read = reads.of(outputs)
         unread = (tensor for index, tensor in enumerate(tensors) if index not in read and tensor.numel())
         return (*outputs, *(tensor[(0,) * tensor.dim()].clone() for tensor in unread))
@@ -61,7 +62,7 @@ class CapturedFunction(nn.Module):
 
 
 class _Reads(TorchDispatchMode):
-    """Records which arguments affect results or tensors that are modified in place. A lazy graph reads only these."""
+    """Finds the arguments that affect results or tensors that are modified in place. A lazy graph reads only these."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ class HpuCommunicator(EvenExchange):
         super().send(tensor, dst)
 
     def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> torch.Tensor:
-        # The index of vLLM's device is the rank's, but a process sees only one card.
+        # Use a device without an index: vLLM's device has the rank's index, but a process sees only one card.
         received = torch.empty(size, dtype=dtype, device=self.device.type)
         _end_graph()
         dist.recv(received, self.ranks[self.rank_in_group - 1 if src is None else src], self.device_group)
@@ -58,10 +58,10 @@ def _end_graph() -> None:
 
 
 def split_long_prompts(model: nn.Module) -> None:
-    """Let row-parallel layers compute long prompts in chunks if VLLM_ROW_PARALLEL_CHUNKS selects it.
+    """Let row-parallel layers process long prompts in chunks, if VLLM_ROW_PARALLEL_CHUNKS is set.
 
-    The all-reduce of a chunk then overlaps with the next chunk's matrix product. In lazy mode, waiting for a collective
-    only ends the graph, and a recipe waits for those collectives whose results it reads (bridge 1.19,
+    The all-reduce of a chunk then overlaps with the next chunk's matmul. In lazy mode, waiting for a collective only
+    ends the pending graph. On the card, a recipe waits only for the collectives whose results it reads (bridge 1.19,
     process_group_lazy_hccl.cpp and hccl_kernels.cpp).
     """
     num_chunks, least_tokens = gaudi_chunks()

@@ -1,4 +1,4 @@
-"""Models that were compared with transformers in captured graphs on a real or emulated Gaudi, keyed by mode."""
+"""Models whose results in captured graphs on a Gaudi, real or emulated, were verified against transformers, by mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEDIA = {
         "Qwen2_5_VLForConditionalGeneration",
     ),
 }
-"""Classes that were compared on images."""
+"""Model classes that were verified on images."""
 
 RECURRENT = {
     "lazy": (

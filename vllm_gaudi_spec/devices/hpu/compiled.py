@@ -1,4 +1,4 @@
-"""Compiled mode: rewrites operations that `hpu_backend` does not compile or compiles incorrectly."""
+"""Compiled mode, in which `hpu_backend` compiles steps. Operations that it cannot compile correctly are rewritten."""
 
 from __future__ import annotations
 

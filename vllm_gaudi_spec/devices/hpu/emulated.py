@@ -1,4 +1,4 @@
-"""The Gaudi backend on an emulated card, which differs only in FP8."""
+"""The Gaudi backend on an emulated card. It differs from the real backend only in FP8 quantization."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_backend() -> DeviceBackend:
 
 class _Graphs(EmulatedGraphs, hpu.HpuGraphs):
     def num_recipes(self) -> int:
-        # On the emulated card, the bridge's metric counts graphs.
+        # The emulated bridge's metric counts graphs instead of recipes.
         return len(card_emulator.device().graph_recipes)
 
 

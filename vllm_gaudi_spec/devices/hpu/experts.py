@@ -8,8 +8,9 @@ from vllm_gaudi_spec.devices.common.experts import Call, Fused
 from vllm_gaudi_spec.devices.common.layers import find_kernel
 from vllm_gaudi_spec.upstream.layers import MoEActivation
 
-# With fewer tokens, reading the weights takes longer than multiplying by all of them: a Gaudi 2 has 432 TFLOPS in
-# bfloat16 and reads 2.45 TB/s. At batch size 1, the operator was not faster (vllm-gaudi#1733).
+# The minimum number of tokens for the operator. With fewer, a step spends most of its time reading weights, so
+# computing all experts costs nothing: a Gaudi 2 has 432 TFLOPS in bfloat16 and reads 2.45 TB/s. At batch size 1, the
+# operator was not faster (vllm-gaudi#1733).
 GAUDI_OPERATOR_FROM = 128
 # The operator's gelu uses the tanh approximation (vllm-gaudi v0.26.0, ops/hpu_fused_moe.py).
 _ACTIVATIONS = {MoEActivation.SILU: "silu", MoEActivation.GELU_TANH: "gelu"}
@@ -44,6 +45,6 @@ def fused() -> Fused | None:
 def _takes(call: Call) -> bool:
     """Whether the operator supports a call.
 
-    Calls with biases, as in gpt-oss, are not supported, because on release 1.24 they gave Gaudi 3 users garbled text.
+    Biases, as in gpt-oss, are not supported, because users of Gaudi 3 got garbled text from such calls on release 1.24.
     """
     return call.activation in _ACTIVATIONS and call.b13_EJ is None and not call.weighs_inputs

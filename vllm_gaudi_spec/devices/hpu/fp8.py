@@ -1,7 +1,8 @@
-"""FP8 on a Gaudi: its arithmetic, and Intel Neural Compressor (INC), which quantizes models.
+"""FP8 on a Gaudi: arithmetic with the card's operators, and calls to Intel Neural Compressor (INC), which quantizes
+models.
 
-The code that calls INC is based on INC's sources and on how vllm-gaudi uses them. This code has never run. On the
-emulated card, the FP8 arithmetic is used to simulate INC.
+The calls to INC have never been run. They are based on INC's sources and on vllm-gaudi. On the emulated card, the FP8
+arithmetic is used to simulate INC.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ logger = init_logger(__name__)
 
 
 class GaudiArithmetic:
-    """Implements `quantization.fp8.Arithmetic` with bridge operators."""
+    """Implements `quantization.fp8.Arithmetic` with the bridge's operators."""
 
     matmul = PLAIN.matmul_qk
 
@@ -69,17 +70,17 @@ class GaudiArithmetic:
 
 
 def prepare_loading() -> None:
-    """Inform the bridge, before weights are loaded, that the model will be quantized."""
+    """Prepare the bridge for a model that will be quantized, before its weights are loaded."""
     importlib.import_module("habana_frameworks.torch.core").hpu_inference_set_env()
 
 
 class Measured:
-    """A model that is measured by INC (see `Measuring`). INC also measures padding."""
+    """A model that INC is measuring (see `Measuring`). INC's measurements include padding."""
 
     reads_logits = False
 
     def __init__(self, inc: Any, model: nn.Module, stem: Path) -> None:
-        """Initialize the measurement. `stem` is the common prefix of the names of INC's files."""
+        """Initialize the measurement. `stem` is the common prefix of the paths of INC's files."""
         self._inc, self._model, self._stem = inc, model, stem
 
     def counting(self, real_T: torch.Tensor) -> AbstractContextManager[None]:
@@ -87,7 +88,8 @@ class Measured:
 
     def write(self) -> None:
         self._inc.finalize_calibration(self._model)
-        # INC has one list for all models in the process, but it sets this attribute on each module that it measures.
+        # INC keeps a single list for all models in the process. To find this model's modules, use the attribute that
+        # INC sets on each module that it measures.
         measured = [name for name, module in self._model.named_modules() if getattr(module, "_mod_extra_config", None)]
         files.write_looked_at(self._stem, [name.replace("_orig_mod.", "") for name in measured])
 
@@ -123,7 +125,8 @@ def _import(quant_config: QuantConfig) -> Any:
 
 @contextmanager
 def _exclude_modules(model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Iterator[str]:
-    """Yield the path of the user's file, or of a copy that also excludes the modules in `LoadContext.apart`."""
+    """Yield the path of INC's configuration file: the user's file, or a copy that excludes more modules if
+    `LoadContext.apart` is not empty."""
     apart = [name for name, module in model.named_modules() if name and module in load_context.apart]
     if not apart:
         yield quant_config.path

@@ -1,4 +1,4 @@
-"""Replaces vLLM's layers with Gaudi's fused norms, rotary embeddings, and experts, and replaces vLLM's logits scaling.
+"""Replaces vLLM's norms, rotary embeddings, and experts with Gaudi's fused operators, and replaces its logits scaling.
 
 Importing this module registers the replacements.
 """
@@ -61,8 +61,8 @@ experts.register(hpu_experts.fused())
 class HpuLogitsProcessor(LogitsProcessor):
     """Scales logits, as required by Granite and Cohere, without writing through a view.
 
-    vLLM scales in place a view that excludes vocabulary padding, but a captured Gaudi graph cannot write through views
-    (quirk L06).
+    vLLM scales the logits in place. They are a view that excludes vocabulary padding, and a captured Gaudi graph cannot
+    write through views (quirk L06).
     """
 
     def forward(

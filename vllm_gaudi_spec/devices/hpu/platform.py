@@ -38,7 +38,7 @@ class HpuSpecPlatform(CapturingPlatform):
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """No-op: the environment selects the only card that the process uses."""
+        """No-op: environment variables select the card, and a process can use only one."""
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:
@@ -50,10 +50,10 @@ class HpuSpecPlatform(CapturingPlatform):
 
 
 def _refuse_float16(vllm_config: VllmConfig) -> None:
-    """Reject float16 if the user requests it. Otherwise, vLLM chooses a supported dtype for a float16 checkpoint.
+    """Reject float16 if the user requested it. By default, vLLM chooses a supported dtype for a float16 checkpoint.
 
-    Gaudi kernels do not support float16 (quirk S17). The self-test fails in float16, because adding the lowest float16
-    value to a score does not mask every key.
+    Gaudi kernels do not support float16 (quirk S17). In addition, the self-test fails in float16, because adding the
+    lowest float16 value to a score does not mask every key.
     """
     model = vllm_config.model_config
     if model is not None and model.dtype == torch.float16:

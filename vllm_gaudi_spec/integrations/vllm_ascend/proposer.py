@@ -1,7 +1,7 @@
 """vllm-ascend's draft model proposer for a drafter whose vocabulary differs from the target's.
 
-vllm-ascend's loop over k is unchanged, and in it the drafter reads and writes its own tokens. Tokens are translated
-only at the loop's input and output, and logits are translated before the best token is chosen.
+vllm-ascend's drafting loop is unchanged. Inside the loop, the drafter uses its own tokens, which are translated only
+before and after the loop. Logits are restricted to shared tokens before the best token is chosen.
 """
 
 from __future__ import annotations

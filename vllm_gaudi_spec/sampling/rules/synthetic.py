@@ -1,6 +1,6 @@
-"""The synthetic rule, which accepts drafts at given rates, regardless of the outputs of the models.
+"""The synthetic rule, which accepts drafts at given rates, regardless of the models' outputs.
 
-Use this rule only for benchmarks, because its output follows the distribution of neither model.
+Use this rule only for benchmarks, because its output does not follow the distribution of either model.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ Log = Callable[[str], None]
 LONGEST_FIXED_PROMPT = 32
 """Upper bound on the number of tokens in a fixed prompt, for any vocabulary."""
 WARMUP_TOKENS = 16
-# Two candidates whose scores are closer than this are tied, because kernels round differently for one row and many.
+# Two candidates are tied if their scores differ by less than this, because rounding depends on the number of rows.
 TIE = 1e-4
 # A drafter has its own cache, and blocks are not always full.
 _KV_FACTOR = 3

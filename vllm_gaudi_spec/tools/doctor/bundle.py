@@ -27,7 +27,7 @@ _MASK = "***"
 # Shorter strings are likely to occur inside other words.
 _SHORTEST = 4
 _SHORTEST_NAME = 2
-# Default account names in images. These names identify nobody, and "vllm" occurs in every line.
+# Default account names in images. They do not identify anybody, and masking "vllm" would make most lines unreadable.
 _COMMON_NAMES = frozenset(("root", "user", "ubuntu", "vllm", "habana", "localhost"))
 # Words in the names of variables and options whose values are confidential.
 _WORDS = "|".join(

@@ -104,7 +104,7 @@ _ASCEND = "ascend"
 
 
 def serves_vllm_ascend() -> bool:
-    """Whether vllm-ascend is the platform and a vLLM version that it supports is installed."""
+    """Whether vllm-ascend is the platform, and our integration supports the installed releases of it and of vLLM."""
     found = versions.installed("vllm-ascend"), (versions.installed_vllm() or "").split("+")[0]
     return (
         environment.DEVICE.value is None

@@ -1,1 +1,2 @@
-"""Code that applies only to a Gaudi: lazy mode, HPU graphs, Habana's package and fused operations."""
+"""The parts of the emulator that apply only to a Gaudi: lazy mode, HPU graphs, Habana's package and fused
+operations."""

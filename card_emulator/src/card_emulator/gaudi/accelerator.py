@@ -1,9 +1,8 @@
-"""`torch.accelerator` on a machine with a Gaudi. Torch supports the card, but not its allocator.
+"""`torch.accelerator` as it behaves on a machine with a Gaudi, where torch supports the card but not its allocator.
 
-The card registers itself while torch is imported, so these functions are replaced from the start. They raise the errors
-that users of real cards reported: vllm-gaudi, patches.py and platform.py, and its pull requests 1383 (a Gaudi 3) and
-1430. The reports cover `empty_cache`, `empty_host_cache`, `get_memory_info` and `synchronize`. The other calls use the
-same allocator.
+The functions raise the errors that users of real cards have reported: see patches.py and platform.py in vllm-gaudi, and
+its pull requests 1383 (a Gaudi 3) and 1430. The reports cover `empty_cache`, `empty_host_cache`, `get_memory_info` and
+`synchronize`. We assume that other functions that need the allocator fail in the same way.
 """
 
 from __future__ import annotations
@@ -53,5 +52,5 @@ def _names() -> dict[str, Callable[..., Any]]:
 
 def install() -> None:
     for name, function in _names().items():
-        if hasattr(torch._C, name):  # older torch releases lack some of these, and nothing calls them there
+        if hasattr(torch._C, name):  # older torch releases do not have all of these functions
             setattr(torch._C, name, function)

@@ -1,10 +1,9 @@
-"""`hpu_backend`, the bridge's backend of torch.compile, for compiled mode.
+"""`hpu_backend`, the bridge's torch.compile backend for compiled mode.
 
-As in the bridge (1.19, dynamo/compile_backend/backends.py), torch's `aot_autograd` prepares inference graphs that keep
-in-place changes of their inputs. Only the compiler is emulated: which operations it accepts (shared_layer.py), which
-results it is known to get wrong, and the compilation of each graph at its first run. The bridge's decompositions are
-emulated only where these rules depend on them. Of the compiler's passes, only the one that updates caches in place is
-emulated.
+As in the bridge (1.19, dynamo/compile_backend/backends.py), torch's `aot_autograd` prepares inference graphs, which may
+change their inputs in place. This module emulates the compiler: the operations that it accepts (shared_layer.py), the
+results that it is known to get wrong, and the compilation of each graph on its first run. Decompositions are emulated
+only where these rules depend on them. The only emulated compiler pass is the one that updates caches in place.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ BACKEND = "hpu_backend"
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-# These operations run outside the compiled graph, which is split at them (shared_layer.py, hpu_fallback_op_list).
+# Operations at which the compiled graph is split, because they run eagerly (shared_layer.py, hpu_fallback_op_list).
 _LEAVE = names(
     "seed manual_seed initial_seed get_rng_state set_rng_state slice_backward addcmul index nonzero _unique2 bincount"
 )
 
-# The decompositions of the bridge (decomposition.py) that determine which operations the checks below apply to.
+# The bridge's decompositions (decomposition.py) that affect which operations the checks below see.
 _DECOMPOSED = [
     aten.addcmul,
     aten.new_ones,
@@ -48,10 +47,10 @@ _DECOMPOSED = [
 
 
 def hpu_backend(module: fx.GraphModule, examples: Sequence[torch.Tensor], **kwargs: Any) -> Any:
-    from torch._dynamo.backends.common import aot_autograd  # this import takes a second, so it is done only when needed
+    from torch._dynamo.backends.common import aot_autograd  # imported here because the import takes a second
 
     if DEVICE.lazy:
-        raise DeviceRefusal(f"torch.compile with {BACKEND} in lazy mode, at {here()}; switch dynamo off")
+        raise DeviceRefusal(f"torch.compile with {BACKEND} in lazy mode, at {here()}; disable Dynamo")
     backend = aot_autograd(
         fw_compiler=_no_training,
         inference_compiler=_compile,
@@ -66,7 +65,7 @@ def _full_like(like: torch.Tensor, value: Any, *, dtype: Any = None, **kwargs: A
 
 
 def _no_training(module: fx.GraphModule, examples: Any) -> Any:
-    raise DeviceRefusal("a graph with gradients is compiled, but training is not emulated")
+    raise DeviceRefusal("cannot compile a graph with gradients, because training is not emulated")
 
 
 def _compile(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
@@ -89,8 +88,8 @@ def _compile(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
 
 
 def _write_in_place(graph: fx.Graph) -> None:
-    """If a tensor is copied with some rows changed and then written back, and nothing else reads the old tensor, update
-    only the changed rows (passes.py, pass_reinplace_index_copy_ops)."""
+    """Update rows of a tensor in place if the graph would otherwise copy the whole tensor, change rows of the copy, and
+    write it back (passes.py, pass_reinplace_index_copy_ops)."""
     for node in list(graph.nodes):
         if node.target is not aten.index_copy.default:
             continue
@@ -103,10 +102,10 @@ def _write_in_place(graph: fx.Graph) -> None:
 
 
 def _lay_out(node: fx.Node) -> None:
-    """Give the result of an operation the memory layout from the trace, on which views in the graph rely.
+    """Give an operation's result the memory layout that it has in the trace, because views in the graph rely on it.
 
-    When tracing for a Gaudi, torch gives elementwise operations contiguous results (_subclasses/fake_impls.py,
-    is_noncontiguous_supported), but its CPU kernels keep the dimension order of the operands.
+    When torch traces for a Gaudi, the results of elementwise operations are contiguous (_subclasses/fake_impls.py,
+    is_noncontiguous_supported). Torch's CPU kernels, in contrast, keep the dimension order of the operands.
     """
     traced = node.meta.get("val")
     if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(traced, torch.Tensor):
@@ -148,9 +147,9 @@ def _check(node: fx.Node) -> None:
         if isinstance(tensor, torch.Tensor)
         for size in tensor.shape
     ):
-        raise DeviceRefusal(f"{node.target} is compiled for a symbolic shape, from {where}")
+        raise DeviceRefusal(f"{node.target} would be compiled for a symbolic shape, from {where}")
     if target.namespace in ("c10d", "_c10d_functional"):  # C23: optimum-habana, tensorparallel.py
-        raise DeviceRefusal(f"{node.target} in a compiled graph is known to add incorrectly, from {where}")
+        raise DeviceRefusal(f"{node.target} in a compiled graph is known to compute wrong sums, from {where}")
     if _computes_in_64_bits(node, name):
         DEVICE.counters.event("int64 arithmetic in a compiled graph", str(node.target), where)
     if _leaves(node, name):
@@ -165,8 +164,8 @@ def _check(node: fx.Node) -> None:
 
 
 def _leaves(node: fx.Node, name: str) -> bool:
-    """Whether an operation runs outside the compiled graph. C16: shared_layer.py, check_for_default_fallback and
-    index_put_support_check. For views as another dtype, see schema_matching.cpp and the bridge's test file
+    """Whether an operation runs outside the compiled graph (C16: shared_layer.py, check_for_default_fallback and
+    index_put_support_check). Views with a different dtype also do: see schema_matching.cpp and the bridge's test file
     compile_eager_fallback_list.json (both 1.19)."""
     if name in _LEAVE or node.target is aten.view.dtype:
         return True
@@ -181,8 +180,8 @@ def _leaves(node: fx.Node, name: str) -> bool:
 
 
 def _computes_in_64_bits(node: fx.Node, name: str) -> bool:
-    """Whether an operation uses int64, which has 64 bits in compiled mode (O01). Such an operation is never fused with
-    its neighbors and takes twice as long as with int32 (HabanaAI/Intel_Gaudi3_Software, tpc_fuser.cpp)."""
+    """Whether an operation does int64 arithmetic, which uses 64 bits in compiled mode (O01). Such operations are never
+    fused and take twice as long as those on int32 (HabanaAI/Intel_Gaudi3_Software, tpc_fuser.cpp)."""
     made = [tensor for tensor in tree_leaves(node.meta["val"]) if isinstance(tensor, torch.Tensor)]
     operands = [item.meta.get("val") for item in node.all_input_nodes]
     return name in INT_ARITHMETIC and any(
@@ -191,13 +190,13 @@ def _computes_in_64_bits(node: fx.Node, name: str) -> bool:
 
 
 def _wrong_where(condition: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Select the wrong branch, like a compiled `where` on integers (C17: vllm-gaudi, ops/causal_conv1d_pytorch.py)."""
+    """Select the wrong operand, like a compiled `where` on integers (C17: vllm-gaudi, ops/causal_conv1d_pytorch.py)."""
     return torch.where(condition, right, left)
 
 
 def _line(node: fx.Node) -> str:
     trace = (node.meta.get("stack_trace") or "").strip().splitlines()
-    return trace[-1].strip() if trace else "a line that is not known"
+    return trace[-1].strip() if trace else "an unknown line"
 
 
 class _RegionCapture(Capture):
@@ -205,7 +204,7 @@ class _RegionCapture(Capture):
 
 
 class _Region:
-    """A graph that is compiled at its first run and returns new tensors in each run."""
+    """A graph that is compiled on its first run. Every run returns new tensors."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._module = module

@@ -1,5 +1,7 @@
-"""Operations outside regions in compiled mode. The bridge reuses a compiled operation for other sizes if the cache key
-is the same (v1.24.0, habana_eager/eager_exec.cpp, calculate_operator_key).
+"""Operations outside compiled regions in compiled mode.
+
+The bridge compiles each of these operations separately and reuses the result for all calls with the same cache key,
+even if their sizes differ (v1.24.0, habana_eager/eager_exec.cpp, calculate_operator_key).
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ _FLAG = "PT_HPU_ENABLE_EAGER_CACHE"
 
 
 def _concatenation(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Reject a concatenation that would reuse the wrong recipe (C35). The cache key does not include the dimension, and
-    a recipe for the last dimension, which is the compiler's first, supports no other dimension
-    (HabanaAI/Intel_Gaudi3_Software, concatenate_node.cpp)."""
+    """Reject a concatenation that would reuse the wrong recipe (C35).
+
+    The cache key does not include the dimension of the concatenation, but a recipe for the last dimension cannot be
+    used for any other dimension (HabanaAI/Intel_Gaudi3_Software, concatenate_node.cpp).
+    """
     if DEVICE.lazy or not DEVICE.hostile or DEVICE.capture is not None or DEVICE.bridge_flags.get(_FLAG):
         return
     tensors: Sequence[Any] = args[0]
@@ -35,8 +39,8 @@ def _concatenation(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     first_of_last, first_from = DEVICE.concatenations[key]
     if first_of_last and not is_last:
         raise DeviceRefusal(
-            f"aten.cat along dimension {dim} outside of regions, at {here()}: the recipe of one along the last, from "
-            f"{first_from}, is used for it, and its node does not fit"
+            f"aten.cat along dimension {dim} outside of regions, at {here()}: it would reuse the recipe of a "
+            f"concatenation along the last dimension, from {first_from}, which supports only that dimension"
         )
 
 

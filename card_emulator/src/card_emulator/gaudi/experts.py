@@ -1,8 +1,8 @@
-"""`hpu::mixture_of_experts` in plain torch, based on the bridge's registrations (v1.19, kernels_register.cpp) and on
-vllm-gaudi's calls (v0.26.0, extension/ops.py). It passes vllm-gaudi's tests with layers from real checkpoints.
+"""`hpu::mixture_of_experts` in plain torch.
 
-Variants for which no results are published are omitted: those with biases or MXFP4 weights (gpt-oss), and those that
-record measurements for FP8.
+The signatures come from the bridge (v1.19, kernels_register.cpp) and vllm-gaudi's calls (v0.26.0,
+extension/ops.py). The results pass vllm-gaudi's tests, which use layers from real checkpoints. Variants without
+published results are omitted: those with biases or MXFP4 weights (gpt-oss), and those that take measurements for FP8.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from card_emulator import kernels
 from card_emulator.card import DEVICE, DeviceRefusal
 from card_emulator.gaudi.fused import define
 
-# The last two arguments exist only in releases after 1.19. They do not affect the result.
+# The arguments `chunk_size` and `total_experts` exist only in releases after 1.19. They do not affect the result.
 _SCHEMAS = """
 mixture_of_experts(Tensor hidden_states, Tensor expert_routing_table, Tensor router_weights, Tensor[] w1, Tensor[] w2,
  Tensor[] w3, bool permuted_weights, str activation, int experts_min, int experts_max) -> Tensor
@@ -43,7 +43,8 @@ def _mixed(
     x: torch.Tensor, table: torch.Tensor, router: torch.Tensor, experts_min: int, experts_max: int,
     expert: Callable[[torch.Tensor, int], torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
-    """Send every token through every expert and apply the router's weights, so that no shape depends on values."""
+    """Return the sum of the experts' results, weighted by the router. Every token is sent through every expert, so that
+    no shape depends on values."""
     out = torch.zeros(x.shape, device=x.device)
     for index in range(experts_max - experts_min + 1):
         share = (router.float() * (table == index + experts_min)).sum(-1, keepdim=True)
@@ -52,7 +53,7 @@ def _mixed(
 
 
 def _turned(weight: torch.Tensor, permuted: bool) -> torch.Tensor:
-    """Return the weight as [in, out]. If `permuted` is set, the weight is stored in the layout of a linear layer."""
+    """Return the weight as [in, out]. If `permuted` is set, the weight is stored as [out, in], as in a linear layer."""
     return weight.t() if permuted else weight
 
 
@@ -61,7 +62,7 @@ def _check(x: torch.Tensor, table: torch.Tensor, router: torch.Tensor) -> None:
     if DEVICE.installed and DEVICE.hostile and (table.dtype != torch.int64 or router.dtype != x.dtype):
         raise DeviceRefusal(
             f"hpu::mixture_of_experts of {x.dtype} with ids in {table.dtype} and router weights in {router.dtype}; "
-            "it takes int64 and the dtype of the hidden states"
+            "it requires int64 ids, and router weights in the dtype of the hidden states"
         )
 
 
@@ -98,7 +99,8 @@ def fp8_fused_weights(
     w12_scale: Weights, w3_scale: Weights, permuted: bool, activation: str, experts_min: int, experts_max: int,
     inner_scale: Weights | None = None, chunk_size: int = 0, total_experts: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Return results in the router's dtype. Values between the two matmuls are rounded only if they have scales."""
+    """Return the result in the router's dtype. Values between the matmuls are rounded to FP8 only if `inner_scale` is
+    set."""
     act = _ACTIVATIONS[activation]
 
     def expert(x: torch.Tensor, index: int) -> torch.Tensor:

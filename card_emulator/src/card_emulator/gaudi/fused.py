@@ -1,6 +1,7 @@
-"""Habana's fused operations in plain torch, with the arguments of torch.ops.hpu. Each of them counts as one operation.
+"""Habana's fused operations (`torch.ops.hpu`) in plain torch. Each of them is counted as a single operation.
 
-The results follow the bridge's public sources and documentation. The rounding inside real kernels differs.
+The results follow the bridge's public sources and documentation. Real kernels may round intermediate results
+differently.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ convert_from_uint4(Tensor input, Tensor scale, Tensor? zero_point, ScalarType ou
 
 
 def rms_norm(x: torch.Tensor, gamma: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the normalized input and the reciprocal of the root mean square."""
+    """Return the normalized input, and the reciprocal of its root mean square."""
     wide = x.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * inverse * gamma.float()).to(x.dtype), inverse
@@ -64,7 +65,7 @@ def rotary_pos_embedding(
     offset: int,
     mode: int,
 ) -> torch.Tensor:
-    """Rotate halves (mode 0, NeoX) or adjacent pairs (mode 1). `sin` and `cos` have the full rotary width."""
+    """Rotate halves (mode 0, NeoX) or adjacent pairs (mode 1). `sin` and `cos` are as wide as the rotary dimension."""
     if position_ids is not None:
         sin, cos = (table[position_ids.long()].unsqueeze(1) for table in (sin, cos))
     elif offset:
@@ -92,8 +93,10 @@ def sdpa_fwd(
     window: Sequence[int],
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute attention for tensors [B, H, S, D]. Key and value heads are repeated if there are fewer of them. As in
-    the real kernel, a causal mask is aligned to the first key, and padding can be skipped only without a mask."""
+    """Compute attention for tensors [B, H, S, D]. Key and value heads are repeated to match the number of query heads.
+
+    As in the real kernel, the causal mask is aligned to the first key, and `valid_seq_len` requires `is_causal`.
+    """
     if DEVICE.hostile:
         check_sdpa(q, mask, is_causal, softmax_mode, valid_seq_len, seq_padding_type)
         check_sinks(q, sink)
@@ -119,7 +122,8 @@ def hidden_keys(
     seq_padding_type: str,
     window: Sequence[int],
 ) -> torch.Tensor | None:
-    """Return the keys hidden from each query in addition to the caller's mask, or None if there are none."""
+    """Return a mask of the keys that causality, the window or padding hides from each query, or None if there is
+    none."""
     num_queries, num_keys = q.shape[-2], k.shape[-2]
     hidden = None
     if is_causal or max(window, default=-1) >= 0:
@@ -147,8 +151,11 @@ def _spelt_out(
     sinks: torch.Tensor | None,
     is_fast: bool,
 ) -> torch.Tensor:
-    """Compute attention step by step. With `is_fast`, exponentials are computed in bfloat16, which changes some models'
-    output (vllm-gaudi, features.py, fp32_softmax). `sinks` adds one score per head to the softmax, without a value."""
+    """Compute attention step by step.
+
+    If `is_fast` is set, exponentials are computed in bfloat16, which changes the output of some models (vllm-gaudi,
+    features.py, fp32_softmax). `sinks` contains an additional score for each head, which has no value.
+    """
     k, v = (part.repeat_interleave(q.shape[-3] // part.shape[-3], -3) for part in (k, v))
     scores = (q @ k.transpose(-1, -2)) * scale
     if bias is not None:
@@ -166,7 +173,7 @@ _SOFTMAX_MODES = ("None", "fast", "fp32")
 _PADDING_SIDES = ("left", "right")
 _MOST_QUERIES = 65536
 _LARGEST_MASK = 4 * GIB
-# The size of a row's mask at which signed 32-bit offsets overflow (vllm-gaudi, pull request 1749).
+# The size in bytes of one row's mask at which signed 32-bit offsets overflow (vllm-gaudi#1749).
 MASK_OVERFLOW = 2 * GIB
 
 
@@ -187,37 +194,37 @@ def check_sdpa(
             f"hpu::sdpa_fwd does not support softmax {softmax_mode!r} with padding {seq_padding_type!r}"
         )
     if not is_causal and q.shape[-2] > _MOST_QUERIES:
-        raise DeviceRefusal(f"hpu::sdpa_fwd of {q.shape[-2]} queries that is not causal; it takes {_MOST_QUERIES}")
+        raise DeviceRefusal(f"hpu::sdpa_fwd of {q.shape[-2]} queries; the limit is {_MOST_QUERIES} unless it is causal")
     if mask is not None and mask.nbytes > _LARGEST_MASK:
         raise DeviceRefusal(
-            f"a mask of {mask.nbytes / GIB:.0f} GiB ran out of memory on cards; use window or is_causal"
+            f"real cards run out of memory with a mask of {mask.nbytes / GIB:.0f} GiB; use window or is_causal"
         )
 
 
 def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
-    """Reject sinks unless they are passed as in vllm-gaudi, which passes the layer's unchanged parameter
-    (extension/ops.py)."""
+    """Reject sinks whose shape or dtype differs from those that vllm-gaudi passes (extension/ops.py)."""
     if sinks is not None and (sinks.dtype != q.dtype or sinks.shape != q.shape[-3:-2]):
         raise DeviceRefusal(f"hpu::sdpa_fwd with sinks {list(sinks.shape)} in {sinks.dtype} for queries in {q.dtype}")
 
 
 def _lanes(dtype: torch.dtype) -> int:
-    """Return the vector width of the card. The results for each block are padded to this width."""
+    """Return the number of elements in a vector of the card. `block_softmax` pads its results to whole vectors."""
     return 64 if dtype == torch.float32 else 128
 
 
 def block_softmax(
     attn: torch.Tensor, block_bias: torch.Tensor, block_groups: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return exp(attn - block maximum), the block maxima, and the block sums.
+    """Return exp(attn - block maximum), the maximum of each block, and the sum of each block.
 
     `attn` is [blocks, kv_heads, q_per_kv, tokens, block_size]. Maxima and sums are flattened per block and padded to
-    whole vectors. Blocks of group -1 become zero. Only variants that are known to have run are accepted: vllm-gaudi
-    passes one query per row, in bfloat16 (extension/features.py, ops.py)."""
+    whole vectors. The results for blocks in group -1 are zero. A hostile card accepts only what vllm-gaudi is known to
+    run: one query per row, in bfloat16 (extension/features.py, ops.py).
+    """
     if DEVICE.hostile and (attn.dim() != 5 or attn.shape[3] != 1 or attn.dtype != torch.bfloat16):
         raise DeviceRefusal(
             f"hpu::block_softmax with {attn.shape[3] if attn.dim() == 5 else attn.dim()} queries in {attn.dtype}: "
-            "only one query per row, in bfloat16, is known to have run"
+            "only one query per row, in bfloat16, is known to work"
         )
     scores = attn.float() + block_bias.float()
     top = scores.amax(-1)
@@ -239,7 +246,7 @@ def block_softmax_adjustment(
     batch_size: int,
     out_shape: Sequence[int],
 ) -> torch.Tensor:
-    """Return exp(block maximum - group maximum) / group sum, in `out_shape`."""
+    """Return exp(block maximum - group maximum) / group sum, with the shape `out_shape`."""
     per_block = 1
     for size in out_shape[1:]:
         per_block *= size
@@ -269,7 +276,7 @@ def cast_to_fp8_v2(
     if scale is None or scale.dtype is not torch.bfloat16:  # as in vllm-gaudi (extension/ops.py, dynamic_quant)
         check_fp8(scale)
     if DEVICE.hostile and x.dtype not in (torch.float32, torch.bfloat16, *_FP8):
-        raise DeviceRefusal(f"hpu::cast_to_fp8_v2 of {x.dtype}; it takes float32, bfloat16 and FP8")
+        raise DeviceRefusal(f"hpu::cast_to_fp8_v2 of {x.dtype}; it supports float32, bfloat16 and FP8")
     amax = x.abs().amax().float() if is_amax else x.new_empty(0, dtype=torch.float32)
     scaled = x if scale is None else _times(x, _shaped(scale, scale_shape))
     if dtype is torch.float8_e5m2:
@@ -283,7 +290,7 @@ def cast_from_fp8(
 ) -> torch.Tensor:
     check_fp8(scale)
     if DEVICE.hostile and out_dtype not in (torch.float32, torch.bfloat16):
-        raise DeviceRefusal(f"hpu::cast_from_fp8 to {out_dtype}; it gives float32 and bfloat16")
+        raise DeviceRefusal(f"hpu::cast_from_fp8 to {out_dtype}; it supports float32 and bfloat16")
     wide = x.float()
     return (wide if scale is None else wide * _shaped(scale, scale_shape)).to(out_dtype)
 
@@ -301,10 +308,11 @@ def fp8_gemm_v2(
     accumulate: bool = False,
     B_scale_shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return the matrix product multiplied by its scales. The product is computed in float64, in which these sums are
-    exact in any order, so that the result for a row does not depend on the number of rows. For bfloat16, the sum and
-    the scale are both rounded before they are multiplied. The result is bitwise equal to those stored in vllm-gaudi's
-    two test files for layers with static scales (v0.26.0, test_hpu_compressed_tensors).
+    """Return the matrix product multiplied by the scales.
+
+    Sums of FP8 products are exact in float64 in any order, so a row's result does not depend on the number of rows. For
+    bfloat16 output, the product and the scale are rounded before they are multiplied. Results are bitwise equal to
+    those that vllm-gaudi's tests store for layers with static scales (v0.26.0, test_hpu_compressed_tensors).
     """
     check_fp8(A_scale_inv, B_scale_inv)
     left = A.double().transpose(-1, -2) if trans_A else A.double()
@@ -325,15 +333,15 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def check_fp8(*scales: torch.Tensor | None) -> None:
-    """Reject scales that are not float32. While vLLM's loader is active, tensors get the model's dtype unless they
-    specify another one (vllm-gaudi, pull request 978)."""
+    """Reject scales that are not float32. They are easily created in the wrong dtype, because the model's dtype is
+    torch's default while vLLM loads a model (vllm-gaudi#978)."""
     for scale in scales:
         if DEVICE.hostile and scale is not None and scale.dtype is not torch.float32:
-            raise DeviceRefusal(f"a scale of {scale.dtype} has the wrong type; the FP8 kernels take float32")
+            raise DeviceRefusal(f"an FP8 kernel gets a scale in {scale.dtype}; scales must be float32")
 
 
 def _times(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """If `x` is bfloat16, round the scale and multiply in bfloat16, as the files for `fp8_gemm_v2` show."""
+    """Return `x` times the scale. If `x` is bfloat16, the scale is rounded to bfloat16 first, as in `fp8_gemm_v2`."""
     return x * scale.bfloat16() if x.dtype is torch.bfloat16 else x.float() * scale
 
 
@@ -344,9 +352,11 @@ def convert_from_uint4(
     out_dtype: torch.dtype,
     g_idx: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Unpack int32 [K, N / 8] to [K, N], starting with the lowest bits. `g_idx` maps each row to the group whose scale
-    and zero point it uses. With this function, the AWQ, GPTQ and compressed-tensors layers in vllm-gaudi's tests give
-    correct results."""
+    """Unpack int32 [K, N / 8] to [K, N], starting with the lowest bits, and dequantize the values.
+
+    `g_idx` maps each row to the group whose scale and zero point it uses. The AWQ, GPTQ and compressed-tensors layers
+    in vllm-gaudi's tests give correct results with this function.
+    """
     weight = _nibbles(packed)
     if g_idx is None:
         rows = torch.arange(weight.shape[0], device=packed.device) // (weight.shape[0] // scale.shape[0])
@@ -362,7 +372,7 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
     return ((packed.unsqueeze(-1) >> shifts) & 15).flatten(-2).float()
 
 
-# --- the same operations with Python numbers as scales ---
+# --- overloads that take Python numbers as scales ---
 
 
 def _as_tensor(scale: float | Sequence[float] | None, like: torch.Tensor) -> torch.Tensor | None:
@@ -398,14 +408,15 @@ def _shaped(scale: torch.Tensor, shape: Sequence[int] | None) -> torch.Tensor:
 
 
 def define(schemas: str, kernels_by_name: dict[str, Any]) -> None:
-    """Define operations in `torch.ops.hpu`. A line that starts with a space continues the previous line."""
+    """Define operations in `torch.ops.hpu`. In `schemas`, a line that starts with a space continues the previous
+    line."""
     global _library
     _library = _library or Library("hpu", "DEF")
     for schema in schemas.replace("\n ", " ").strip().splitlines():
         _library.define(schema)
     for name, kernel in kernels_by_name.items():
         _library.impl(name, kernel, "CompositeExplicitAutograd")
-        # Kernels for unwrapped tensors are called directly, because dispatching a small operation is slow.
+        # Call these kernels directly on CPU tensors, because torch's dispatcher is slow for small operations.
         packet, _, overload = name.partition(".")
         kernels.KERNELS[f"hpu::{packet}.{overload or 'default'}"] = kernel
 

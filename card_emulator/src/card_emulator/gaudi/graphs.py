@@ -1,4 +1,4 @@
-"""HPU graphs, in which a module's forward pass is recorded once per combination of input shapes and then replayed."""
+"""HPU graphs, which record a module's forward pass once for each combination of input shapes and then replay it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from card_emulator.tensor import DeviceTensor, real
 
 
 class GraphCapture(Capture):
-    """A graph capture that counts recipes. A recipe is the part between two markers, defined by its operations, scalars
-    and tensor layouts. If every layer of a model ends with a marker, identical layers share one recipe."""
+    """A graph capture that identifies recipes. A recipe is the part of a graph between two markers, and it is
+    determined by its operations, scalars and tensor layouts. If every layer of a model ends with a marker, identical
+    layers share one recipe."""
 
     what = "HPU graph capture"
 
@@ -31,7 +32,7 @@ class GraphCapture(Capture):
     def _begin_recipe(self) -> None:
         self._recipe = 0
         self._numbers: dict[tuple[str, int], int] = {}
-        """The IDs of the tensors in the current recipe, in the order in which they first occur."""
+        """Maps the tensors in the current recipe to IDs, in the order in which they first occur."""
 
     def _append(
         self, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], outs: int | list[int], line: Line
@@ -75,10 +76,10 @@ class GraphCapture(Capture):
             )
 
 
-# A replay uses the memory of its arguments as it is and compares only sizes (bridge 1.19, HPUGraph.cpp, replayV3). In
-# this memory, 64-bit values take 32 bits (get_n_bytes.h; PT_ENABLE_INT64_SUPPORT is off by default), so a graph
-# captured with one width also accepts the other. vllm-gaudi's decode graphs get positions as int32 in warm-up and as
-# int64 in steps with drafts (v0.26.0, hpu_model_runner.py, _create_decode_input_data).
+# A replay uses its arguments' memory without conversion and checks only sizes (bridge 1.19, HPUGraph.cpp, replayV3).
+# Because 64-bit values are stored in 32 bits (get_n_bytes.h; PT_ENABLE_INT64_SUPPORT is off by default), a graph
+# captured with one width also accepts the other. For example, vllm-gaudi's decode graphs get int32 positions in warm-up
+# and int64 positions in steps with drafts (v0.26.0, hpu_model_runner.py, _create_decode_input_data).
 _STORED_AS = {torch.int64: torch.int32, torch.float64: torch.float32}
 
 
@@ -90,17 +91,17 @@ class Form(NamedTuple):
     offset: int
     dtype: torch.dtype
     number: int
-    """The tensor's ID. If a tensor is passed twice, both arguments have the same ID."""
+    """The index of the tensor in `Inputs.tensors`. If a tensor is passed twice, both arguments have the same number."""
 
 
 class Inputs:
-    """The arguments of a call: the key that selects a graph, the layouts that it relies on, and the device tensors."""
+    """A call's arguments: its device tensors, their layouts, and the key that selects a graph."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         self.tensors: list[DeviceTensor] = []
         self._seen: dict[int, int] = {}
         self.wiring = (self._walk(args), self._walk(kwargs))
-        # The bridge only looks up a hash of shapes, strides and Python values, which does not include dtypes (1.19,
+        # The bridge selects a graph by a hash of shapes, strides and Python values, which ignores dtypes (1.19,
         # graphs.py, input_hash). A kind card compares the arguments themselves.
         self.key = input_hash((args, kwargs)) if DEVICE.hostile else self.wiring
 
@@ -126,7 +127,7 @@ class Inputs:
 
 
 def _difference(wiring: Any, now: Any) -> str:
-    """Return the name of the first argument that differs, and its two values."""
+    """Describe the first argument that differs between two calls."""
     (_, *unnamed), (_, *named) = wiring
     (_, *unnamed_now), (_, *named_now) = now
     pairs = [(f"argument {number}", *pair) for number, pair in enumerate(zip(unnamed, unnamed_now, strict=False))]
@@ -135,11 +136,11 @@ def _difference(wiring: Any, now: Any) -> str:
         if before != after:
             before, after = _first_different(before, after)
             return f"{name}: {before} and now {after}"
-    return f"{len(pairs)} arguments are alike"
+    return f"the first {len(pairs)} arguments are equal"
 
 
 def _first_different(before: Any, now: Any) -> tuple[Any, Any]:
-    """Return the innermost two parts that differ."""
+    """Return the innermost pair of parts that differ."""
     if isinstance(before, tuple) and isinstance(now, tuple) and len(before) == len(now):
         for part, other in zip(before, now, strict=True):
             if part != other:
@@ -148,8 +149,8 @@ def _first_different(before: Any, now: Any) -> tuple[Any, Any]:
 
 
 def input_hash(value: Any) -> int:
-    """Return the bridge's hash of the arguments. Tensors inside other objects are not inputs; such an object is
-    identified by its own hash, which is often its identity."""
+    """Return the bridge's hash of the arguments. Tensors are found only in dicts, lists and tuples. Any other object is
+    represented by its own hash, which often depends only on its identity."""
     if isinstance(value, dict):
         return input_hash(tuple(value.items()))
     if isinstance(value, (list, tuple)):
@@ -165,7 +166,7 @@ def _plain_hash(value: Any) -> int:
         return hash(value)
     except TypeError as error:
         raise TypeError(
-            f"an HPU graph is looked up by the hash of its arguments, but {type(value)} has none"
+            f"an HPU graph is looked up by the hash of its arguments, but {type(value)} is not hashable"
         ) from error
 
 
@@ -184,7 +185,7 @@ def _field_names(kind: Any) -> tuple[str, ...]:
 
 
 def _map(value: Any, convert: Callable[[DeviceTensor], Any]) -> Any:
-    """Return a copy of the structure in which each device tensor is replaced with the result of `convert`."""
+    """Return a copy of a nested structure in which each device tensor is replaced with the result of `convert`."""
     if isinstance(value, DeviceTensor):
         return convert(value)
     if isinstance(value, tuple):
@@ -193,7 +194,7 @@ def _map(value: Any, convert: Callable[[DeviceTensor], Any]) -> Any:
     if isinstance(value, list):
         return [_map(item, convert) for item in value]
     if isinstance(value, dict):
-        changed = copy.copy(value)  # keep the class: optimum-habana reads `logits` as an attribute of such a dict
+        changed = copy.copy(value)  # keep the class: optimum-habana uses dicts whose items are also attributes
         for key, item in value.items():
             changed[key] = _map(item, convert)
         return changed
@@ -210,7 +211,7 @@ def _tensors(value: Any) -> list[DeviceTensor]:
 
 
 class CapturedGraph:
-    """A recorded graph with its output tensors. Every replay returns the same tensor objects with new values."""
+    """A recorded graph and its output tensors. Every replay returns the same tensor objects with new values."""
 
     def __init__(
         self, record: GraphRecord, program: Program, work: Tally, outputs: Any, capture: Capture, wiring: Any
@@ -219,7 +220,7 @@ class CapturedGraph:
         self.outputs = outputs
         self.wiring = wiring
         self.unread: list[tuple[int, DeviceTensor]] = []
-        """Inputs that the graph does not read, with their positions. Later calls copy their inputs into these."""
+        """The first call's inputs that the graph does not read, with their positions. See `copy_unread`."""
         self.read = capture.read_inputs({tensor.slot for tensor in _tensors(outputs) if capture.owns(tensor)})
         self._dtypes = capture.input_dtypes
         self._program = program
@@ -254,10 +255,10 @@ class CapturedGraph:
         return self.outputs
 
     def copy_unread(self, inputs: Sequence[DeviceTensor]) -> None:
-        """Copy inputs that the graph does not read into the tensors of the first call.
+        """Copy this call's inputs that the graph does not read into the corresponding tensors of the first call.
 
-        The bridge makes these copies before each replay (1.19, graphs.py, copy_to), in a separate graph that is
-        compiled at the second call.
+        The bridge makes these copies before each replay (1.19, graphs.py, copy_to). They form a separate graph, which
+        is compiled on the second call.
         """
         for index, first in self.unread:
             DEVICE.counters.event("copy of an unread input", f"{index} of {self.record.name}")
@@ -268,7 +269,7 @@ class CapturedGraph:
         DEVICE.graphs_held -= 1
 
     def _current(self, tensor: DeviceTensor, inputs: Sequence[DeviceTensor]) -> DeviceTensor:
-        """Return the current call's tensor if the output is an input of the graph; otherwise, return the output."""
+        """If an output is an input that the graph returns unchanged, return the current call's input instead."""
         slot = self._passed_on.get(id(tensor))
         return tensor if slot is None else inputs[slot]
 
@@ -276,7 +277,7 @@ class CapturedGraph:
 def capture_call(
     name: str, wiring: Any, forward: Callable[..., Any], args: Any, kwargs: Any, inputs: Sequence[DeviceTensor]
 ) -> CapturedGraph:
-    """Run `forward` once while recording it. Side effects of `forward` take place, except in compile-only mode."""
+    """Run `forward` once and record it. In compile-only mode, its operations do not compute anything."""
     device = DEVICE
     device.queue.flush("graph capture")
     capture = GraphCapture(name)
@@ -290,8 +291,8 @@ def capture_call(
         outputs = forward(*args, **kwargs)
     except BaseException:
         if device.hostile:
-            # The bridge's wrapper ends a capture only if the forward pass returns (1.19, graphs.py).
-            device.blocked = f"the capture of {name} was left by an exception, so its stream is still capturing"
+            # The bridge's wrapper ends a capture only if the forward pass returns normally (1.19, graphs.py).
+            device.blocked = f"an exception interrupted the capture of {name}, so its stream is still capturing"
         raise
     finally:
         device.capture = None
@@ -320,7 +321,7 @@ def _finish(capture: GraphCapture, work: Tally, outputs: Any, wiring: Any, where
 
 
 def _check_outputs(outputs: Any) -> None:
-    """Reject outputs with tensors that the bridge does not find. The bridge looks in lists, tuples, dicts and
+    """Reject outputs that hide tensors from the bridge, which searches only lists, tuples, dicts and objects with a
     `__dict__` (1.19, extract_tensors)."""
     if isinstance(outputs, dict):
         outputs = tuple(outputs.values())
@@ -329,13 +330,13 @@ def _check_outputs(outputs: Any) -> None:
             _check_outputs(item)
     elif _is_record(outputs) and not hasattr(outputs, "__dict__") and _tensors(outputs):
         raise DeviceRefusal(
-            f"a captured forward returns a {type(outputs).__name__}, whose tensors the bridge does not find, because "
-            "it has slots instead of a __dict__"
+            f"a captured forward pass returns a {type(outputs).__name__}; the bridge does not find its tensors, "
+            "because it has slots instead of a __dict__"
         )
 
 
 def _describe(wiring: Any) -> str:
-    """Return the shapes of the arguments in order, with which the graphs of a module can be distinguished."""
+    """Describe the arguments by their shapes and Python numbers, to distinguish a module's graphs in reports."""
     shapes: list[str] = []
 
     def walk(part: Any) -> None:
@@ -354,7 +355,7 @@ def _describe(wiring: Any) -> str:
 
 
 class GraphCache:
-    """A replacement for a module's forward pass, which captures one graph per key and replays it."""
+    """A replacement for a module's forward method. It captures one graph for each key and then replays it."""
 
     def __init__(self, module: torch.nn.Module, hold_inputs: bool, max_graphs: int | None) -> None:
         self._module = module
@@ -378,9 +379,9 @@ class GraphCache:
             return self._capture(name, inputs, args, kwargs)
         if graph.wiring != inputs.wiring:
             raise DeviceRefusal(
-                f"the graph of {name} for {_describe(graph.wiring)} is replayed on other arguments: its key is a hash "
-                "of shapes, views and Python values, which ignores dtypes and does not distinguish -1 from -2 or 1 "
-                f"from True; {_difference(graph.wiring, inputs.wiring)}"
+                f"the graph of {name} for {_describe(graph.wiring)} is replayed with different arguments: its key is a "
+                "hash of shapes, views and Python values, which ignores dtypes and does not distinguish -1 from -2 "
+                f"or 1 from True; {_difference(graph.wiring, inputs.wiring)}"
             )
         if device.hostile and not self._hold_inputs:
             graph.copy_unread(inputs.tensors)
@@ -402,7 +403,7 @@ class GraphCache:
         return graph.outputs
 
     def _hold(self, inputs: Inputs) -> list[DeviceTensor]:
-        """Copy the inputs into the graph's own tensors and return these tensors."""
+        """Copy the inputs into tensors that belong to the graph, and return these tensors."""
         held = self._held.get(inputs.key)
         if held is None:
             held = self._held[inputs.key] = [DeviceTensor(_like(tensor)) for tensor in inputs.tensors]
@@ -434,7 +435,7 @@ def wrap_in_hpu_graph(
     max_graphs: int | None = None,
 ) -> torch.nn.Module:
     cache = GraphCache(module, not disable_tensor_cache, max_graphs)
-    # Use setattr, because nn.Module declares these attributes for the class and they are set on a single instance.
+    # Use setattr, because type checkers reject assignments of these attributes to an instance of nn.Module.
     for name, value in (
         ("forward", cache),
         ("clear_cache", cache.clear_cache),
@@ -445,14 +446,14 @@ def wrap_in_hpu_graph(
 
 
 class HPUGraph:
-    """The low-level interface. Tensors that existed before the capture are read in place; tensors created during the
-    capture are overwritten by each replay."""
+    """The low-level interface to HPU graphs. A replay reads the tensors that existed before the capture and overwrites
+    those that were created during the capture."""
 
     def __init__(self) -> None:
         self._graph: CapturedGraph | None = None
 
     def capture_begin(self, dry_run: bool = False) -> None:
-        DEVICE.refuse_in_capture("a second capture begins")
+        DEVICE.refuse_in_capture("a second capture is started")
         DEVICE.queue.flush("graph capture")
         self._where = here()
         self._outside, DEVICE.counters.step = DEVICE.counters.step, Tally()

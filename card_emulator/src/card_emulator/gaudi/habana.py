@@ -1,4 +1,4 @@
-"""A replacement for the parts of the `habana_frameworks` package that a worker calls."""
+"""A replacement for the parts of the `habana_frameworks` package that vLLM workers call."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class FusedSDPA:
         if dropout_p or return_attn_probs or return_dropout_mask:
             raise NotImplementedError("FusedSDPA: dropout and returned probabilities are not emulated")
         if DEVICE.hostile and not torch.is_inference_mode_enabled():
-            # Outside inference mode, it takes its training path (vllm-gaudi, pull request 1104; vllm-fork, 1691).
-            raise DeviceRefusal("FusedSDPA outside of inference_mode: in training it recomputes only if causal")
+            # Outside inference mode, FusedSDPA takes its training path (vllm-gaudi#1104, vllm-fork#1691).
+            raise DeviceRefusal("FusedSDPA outside of inference_mode: its training path recomputes only if causal")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         window = list(window_size)
         if not passes_sinks_on():
@@ -124,7 +124,7 @@ def hpu_set_env(model: Any = None, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Metric:
-    """Counts since the object was created or since the process started."""
+    """A metric of the bridge, counted since the process started or since this object was created."""
 
     def __init__(self, name: str, since_start: bool) -> None:
         if name not in ("graph_compilation", "cpu_fallback", "memory_defragmentation", "recipe_cache"):
@@ -139,7 +139,7 @@ class Metric:
     def stats(self) -> Stats:
         number = self._now() - self._base
         if self.name == "cpu_fallback":
-            # A number for each operator, as in bridge 1.19, hpu/metrics/metrics.py.
+            # Counts per operator, as in bridge 1.19, hpu/metrics/metrics.py.
             counted: Counter[str] = Counter()
             for event, count in DEVICE.counters.events.items():
                 if event.kind == "CPU fallback":
@@ -159,7 +159,7 @@ def metric_localcontext(name: str) -> Iterator[Metric]:
 
 @contextmanager
 def env_setting(name: str, value: Any) -> Iterator[None]:
-    """Temporarily set a flag of the bridge, and restore its previous value on exit."""
+    """Set a flag of the bridge in a `with` block, and restore its previous value afterwards."""
     before = DEVICE.bridge_flags.get(name)
     _apply(name, value)
     try:
@@ -171,7 +171,7 @@ def env_setting(name: str, value: Any) -> Iterator[None]:
 def _apply(name: str, value: Any) -> None:
     DEVICE.bridge_flags[name] = value
     if name == "PT_COMPILE_ONLY_MODE":
-        # Pending operations belong to the mode in which they were issued.
+        # Launch the pending operations in the mode in which they were issued.
         DEVICE.queue.flush(name)
         DEVICE.compile_only = bool(value)
     elif name == "PT_HPU_ENABLE_LAZY_COLLECTIVES":
@@ -181,14 +181,14 @@ def _apply(name: str, value: Any) -> None:
 
 
 def make_modules(torch_hpu: ModuleType) -> dict[str, ModuleType]:
-    """Return the replacement's modules by full name, each of which is also set as an attribute of its parent."""
+    """Return the package's modules by their full names. Each module is also an attribute of its parent."""
     grouping = {
         function.__name__: function
         for function in (recomputing.is_gqa, recomputing.gqa_input_reshape_fwd, recomputing.gqa_output_reshape)
     }
     contents: dict[str, dict[str, Any]] = {
         "": {},
-        "torch": {"hpu": torch_hpu, "torch": torch},  # the real package also imports torch under this name
+        "torch": {"hpu": torch_hpu, "torch": torch},  # the real module also has torch as an attribute
         "torch.core": {
             "mark_step": mark_step,
             "hpu_initialize": hpu_initialize,
@@ -216,7 +216,7 @@ def make_modules(torch_hpu: ModuleType) -> dict[str, ModuleType]:
             "apply_rotary_pos_emb": apply_rotary_pos_emb,
             "fp8_fused_sdpa": recomputing.fp8_fused_sdpa,
         },
-        # In the real package, the attribute of this name is a class, and the submodule of the same name is separate.
+        # In the real package, an attribute and a submodule share each of these names. The attribute is a class.
         **{f"torch.hpex.kernels.{name}": grouping for name in ("FusedSDPA", "Fp8FusedSDPA")},
         "torch.hpex.normalization": {"FusedRMSNorm": FusedRMSNorm},
         "torch.distributed": {},

@@ -19,8 +19,8 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 
 
 class Streams(runtime.Streams):
-    """Streams that must not change during a capture. If a capture ends on another stream than the one on which it
-    began, the process ends (bridge 1.19, HPUGraph.cpp)."""
+    """Streams that cannot be switched during a capture. On a real card, a capture that begins on one stream and ends on
+    another terminates the process (bridge 1.19, HPUGraph.cpp)."""
 
     @contextmanager
     def stream(self, chosen: runtime.Stream | None) -> Iterator[None]:
@@ -34,19 +34,21 @@ class Streams(runtime.Streams):
 
 
 def get_device_properties(device: Any = None) -> NoReturn:
-    """Raise an error: a real card's result lacks CUDA's fields, so vllm-gaudi replaces this function (platform.py)."""
-    raise NotImplementedError("the result of torch.hpu.get_device_properties is not known; use torch.hpu.mem_get_info")
+    """Raise an error, because a real card's result is unknown. It lacks CUDA's fields, and vllm-gaudi therefore
+    replaces this function (platform.py)."""
+    raise NotImplementedError("the result of torch.hpu.get_device_properties is unknown; use torch.hpu.mem_get_info")
 
 
 def get_device_name(device: Any = None) -> str:
-    """Return the card's name, preceded by lines of the runtime's log if that log is printed to the console
-    (vllm-gaudi#963)."""
+    """Return the card's name. If the runtime prints its log to the console, the name follows a log line, as on a real
+    card (vllm-gaudi#963)."""
     name = DEVICE.generation.upper()
     return f"[device] opened\n{name}" if DEVICE.hostile and DEVICE.console else name
 
 
 class device:
-    """The context manager `torch.hpu.device(0)`, which has no effect because a process has only one card."""
+    """The context manager `torch.hpu.device`. It does not restore the previous device, because a process uses only
+    one."""
 
     def __init__(self, device: Any) -> None:
         runtime.set_device(device)
@@ -76,7 +78,7 @@ def make_module() -> ModuleType:
         **Streams(runtime.Stream).contents(),
     }
     if DEVICE.lazy:
-        # Graphs exist only in lazy mode. In compiled mode, the attribute does not exist, as on a real card.
+        # These attributes exist only in lazy mode, as on a real card.
         contents["HPUGraph"] = graphs.HPUGraph
         contents["wrap_in_hpu_graph"] = graphs.wrap_in_hpu_graph
     module = runtime.make_module(contents)

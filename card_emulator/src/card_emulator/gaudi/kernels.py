@@ -1,7 +1,7 @@
-"""Operations that a Gaudi supports only with certain arguments or computes differently.
+"""Operations that a Gaudi supports only with certain arguments, or whose results differ from torch's on a CPU.
 
-The rules come from the bridge's published source (v1.19) unless another source is named. Row numbers refer to
-docs/contributing/quirks.md. A kind card has none of these quirks.
+The rules come from the bridge's published source (v1.19) unless another source is given. Numbers such as O03 refer to
+rows in docs/contributing/quirks.md. A kind card has none of these quirks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _refuse(what: str) -> None:
     raise DeviceRefusal(f"{what}, at {here()}")
 
 
-# --- forms without a kernel: they run on the host, and end the process during a capture ---
+# --- arguments without a kernel: the operation runs on the host, or ends the process during a capture ---
 
 
 def _index_reduce(usual: Kernel) -> Kernel:
@@ -58,13 +58,13 @@ def _sort(usual: Kernel) -> Kernel:
     return run
 
 
-# --- forms that fail ---
+# --- arguments that fail ---
 
 
 def _where(usual: Kernel) -> Kernel:
     def run(condition: torch.Tensor, *args: Any) -> Any:
         if condition.dtype is not torch.bool:  # O06
-            _refuse(f"aten.where by {condition.dtype}, which has no kernel: only booleans do")
+            _refuse(f"aten.where with a {condition.dtype} condition; only boolean conditions have a kernel")
         return usual(condition, *args)
 
     return run
@@ -107,7 +107,7 @@ def _multinomial(usual: Kernel) -> Kernel:
     return run
 
 
-# --- forms that give different results ---
+# --- arguments with different results ---
 
 
 def _shares_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -115,9 +115,9 @@ def _shares_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _index_copy(usual: Kernel) -> Kernel:
-    """Copy rows as a Gaudi might do. If several source rows have the same target, any of them may be written last; in
-    this kernel, it is the first one (O13). A source inside the tensor being written is rejected, because a Gaudi may
-    overwrite it before reading it (O14: vllm-gaudi, pull request 329)."""
+    """Copy rows in a different order than torch. If several source rows have the same target row, a Gaudi may write any
+    of them last; this kernel writes the first one last (O13). A source inside the tensor being written is rejected,
+    because a Gaudi may overwrite the source before reading it (O14: vllm-gaudi, pull request 329)."""
 
     def run(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
         if tensor.dim() and _shares_memory(tensor, source):
@@ -144,7 +144,8 @@ def _index_put(usual: Kernel) -> Kernel:
 
 
 def _scatter(usual: Kernel) -> Kernel:
-    """Scatter in a different order than torch (O13, O33), and reject a source inside the tensor being written (O38)."""
+    """Scatter values in a different order than torch (O13, O33). A source inside the tensor being written is rejected
+    (O38)."""
 
     def run(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: Any, *args: Any, **kw: Any) -> Any:
         if not isinstance(source, torch.Tensor) or not index.dim():
@@ -158,7 +159,7 @@ def _scatter(usual: Kernel) -> Kernel:
 
 
 def _argmax(usual: Kernel) -> Kernel:
-    """Return the index of the last of several equal maxima (O09). A CPU returns the first."""
+    """Return the last index if there are several equal maxima (O09). A CPU returns the first."""
 
     def run(tensor: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
         if dim is None or not tensor.dim():
@@ -190,10 +191,13 @@ def _gelu(usual: Kernel) -> Kernel:
 
 
 def _view_dtype(usual: Kernel) -> Kernel:
-    """Convert values in lazy mode, in which a view as another dtype is lowered like any other view (O39: bridge 1.19
-    and 1.24, lazy_kernels.cpp, view_utils.cpp). On a real card, copying such a view directly to the host still returns
-    the original bits, which is not emulated. For dtypes of different sizes, the behavior is not known, so the bits are
-    kept, because code that reads files relies on them."""
+    """Convert the values in lazy mode instead of reinterpreting their bits (O39: bridge 1.19 and 1.24,
+    lazy_kernels.cpp, view_utils.cpp).
+
+    On a real card, copying such a view directly to the host still returns the original bits, but this is not emulated.
+    If the dtypes have different sizes, the behavior of a card is unknown. The bits are then kept, because code that
+    loads files relies on this.
+    """
 
     def run(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
         converts = DEVICE.lazy and dtype != tensor.dtype and dtype.itemsize == tensor.dtype.itemsize

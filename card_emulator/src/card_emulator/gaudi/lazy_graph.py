@@ -1,8 +1,8 @@
-"""Lazy mode, in which operations are collected in a pending graph and compiled into a recipe at a marker.
+"""The queue for lazy mode, which collects operations in a pending graph and compiles it into a recipe at a marker.
 
-Only a running hash of the graph is stored. Each operation extends the hash by the operation's name, its scalar
-arguments, the layout of tensors that are new to the graph, and the IDs of all other tensors. If a graph is new, the set
-of known prefixes shows which operation made it new and therefore which source line to report.
+A recipe is identified by a running hash of the graph. Each operation adds its name, its scalar arguments, the layouts
+of tensors that are new to the graph, and the IDs of all other tensors. When a graph is new, its first operation that no
+known graph has at this point determines which source line to report.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from card_emulator.queue import Queue, QueueDevice, QueuedTensor
 from card_emulator.source import Line, caller, describe, here
 
-# Tensor IDs are larger than any value of a scalar argument.
+# The first tensor ID. IDs are larger than the scalar arguments of realistic programs, so that the two are not confused.
 _FIRST = 1 << 40
 
 
@@ -36,7 +36,7 @@ class LazyGraph(Queue):
         self._ops: list[str] = []
 
     def enter(self, tensor: Any) -> Any:
-        """Return the layout of a tensor from outside the graph. Later uses of the tensor are recorded by ID."""
+        """Return the layout of a tensor from outside the graph. Later operations refer to the tensor by its ID."""
         tensor.epoch = self.epoch
         tensor.pending = False
         tensor.index = self._next
@@ -67,9 +67,9 @@ class LazyGraph(Queue):
         return tensor.pending and tensor.epoch == self.epoch
 
     def flush(self, cause: str) -> bool:
-        """Launch the pending operations, compiling them first if the graph is new. Returns whether there were any."""
+        """Launch the pending operations, compiling them first if the graph is new. Return whether there were any."""
         if not self._computes:
-            # Views launch nothing by themselves and remain views of the same tensors.
+            # Views alone need no launch, and they remain valid after the graph is cleared.
             if self._hashes:
                 self._clear()
             return False
@@ -80,7 +80,7 @@ class LazyGraph(Queue):
             return True
         first = next((i for i, prefix in enumerate(hashes) if prefix not in self._prefixes), None)
         if first is None:
-            what, where = f"a graph of {len(hashes)} ops that ends where another goes on ({cause})", here()
+            what, where = f"a graph of {len(hashes)} ops, which is the beginning of a known graph ({cause})", here()
         else:
             what = f"{self._ops[first]}, op {first + 1} of {len(hashes)}, cut by {cause}"
             where = describe(self._lines[first])

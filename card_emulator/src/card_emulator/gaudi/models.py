@@ -1,4 +1,4 @@
-"""Properties of Gaudi 2 and Gaudi 3 that differ from each other or from other cards."""
+"""Properties of the emulated Gaudi 2 and Gaudi 3."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from card_emulator.gaudi.reach import check_reach
 from card_emulator.names import GAUDI2, GAUDI3
 from card_emulator.ops import names
 
-# Operations with a CPU kernel in torch but no kernel in Habana's bridge 1.19, the newest with public sources: they are
-# listed neither in scripts/hpu_op.yaml nor in the manual registrations. A newer bridge may support more.
+# Operations that have a CPU kernel in torch but no kernel in Habana's bridge 1.19, the newest version with public
+# sources: neither scripts/hpu_op.yaml nor the manual registrations list them. Newer versions may support more
+# operations.
 _ON_HOST = names(
     "mode histc histogram cummax cummin _cummax_helper _cummin_helper unique_consecutive unique_dim_consecutive "
     "nonzero_static nanmedian renorm triangular_solve geqrf ormqr cholesky_inverse im2col col2im lcm digamma polygamma "
@@ -21,7 +22,7 @@ _ON_HOST_PREFIXES = ("linalg_", "_linalg_", "_fft_", "special_")
 _NOT_ON_HOST = names("linalg_cholesky_ex linalg_cross linalg_vector_norm special_entr special_erfcx special_xlog1py")
 
 
-# From Habana's documentation of data types, and from the error "Complex datatype is not supported on HPU device".
+# Sources: Habana's documentation of data types, and the error "Complex datatype is not supported on HPU device".
 _NO_DTYPES = frozenset((torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.complex64, torch.complex128))
 
 
@@ -39,22 +40,22 @@ def _model(name: str, memory: int, e4m3_max: float) -> Model:
         guard_slot=15,
         count=1,
         memory=memory,
-        # vllm-gaudi's calibration guide contains this message for a tensor.
+        # vllm-gaudi's calibration guide quotes this message.
         out_of_memory="[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::{nbytes} ({mib})MB",
         e4m3_max=e4m3_max,
         lacks_dtypes=_NO_DTYPES,
         lacks=_lacks,
         check_reach=check_reach,
         negative_index="negative indices are disabled on this device",
-        # A real card accepts negative indices, and vllm-gaudi pads with -1 in every step, but in most programs a
-        # negative index is a mistake. `card-emulator run` accepts them.
+        # A real card accepts negative indices, and vllm-gaudi uses -1 as padding in every step. In most programs,
+        # however, a negative index is a mistake, so only `card-emulator run` accepts them.
         counts_from_the_end=False,
         downloads_late=True,
         queue=LazyGraph,
     )
 
 
-# The memory that the allocator offers, from logs in vllm-gaudi's documentation and in vllm-gaudi's issue 1736.
 _E4M3_MAX = {GAUDI2: 240.0, GAUDI3: 448.0}
+# The number of bytes that programs can allocate, from logs in vllm-gaudi's documentation and in vllm-gaudi#1736.
 _MEMORY = {GAUDI2: int(94.62 * GIB), GAUDI3: int(126.5 * GIB)}
 MODELS = {name: _model(name, memory, _E4M3_MAX[name]) for name, memory in _MEMORY.items()}

@@ -1,4 +1,4 @@
-"""Ownership of cards. A card belongs to one process at a time, which locks a file until it ends."""
+"""Exclusive ownership of cards. A process that uses a card keeps a lock on a file until the process ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ _locked: list[int] = []
 
 
 def acquire(folder: Path, modules: Sequence[int]) -> None:
-    """Claim the first card in `modules` that is free. A process that may use any card tries all of them."""
+    """Claim the first free card in `modules`, or raise an error if all of them belong to other processes.
+
+    Args:
+        folder: The folder for the lock files.
+        modules: The module IDs of the cards that the process may use.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for module in modules:
         file = os.open(folder / str(module), os.O_RDWR | os.O_CREAT, 0o600)
@@ -25,5 +30,5 @@ def acquire(folder: Path, modules: Sequence[int]) -> None:
         _locked.append(file)
         return
     raise DeviceRefusal(
-        f"synStatus=20 [Device already acquired] Device acquire failed: other processes have modules {modules}"
+        f"synStatus=20 [Device already acquired] Device acquire failed: other processes use modules {modules}"
     )

@@ -1,7 +1,7 @@
-"""The maximum tensor sizes that the offset registers of an engine can address.
+"""Limits on tensor sizes, which result from the width of an engine's offset registers.
 
 The limits come from the graph compiler's sources (HabanaAI/Intel_Gaudi3_Software, `gaudi2/hal.h` and
-`gaudi2_hal_reader.cpp`). We infer that an operation on a larger tensor fails rather than being split.
+`gaudi2_hal_reader.cpp`). We assume that the compiler does not split operations on larger tensors, so that they fail.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ _COPIES = names("copy_ clone contiguous")
 
 
 def check_reach(packet: str, operand: torch.Tensor) -> None:
-    """Reject an operand or result with elements that the engine for this operation cannot address.
+    """Reject an operand or result that contains elements that the operation's engine cannot address.
 
-    Tensor cores (TPC) can address 2^31 - 1 elements along every dimension except the one with the largest stride. The
-    matrix engine (MME) can address 2^32 - 1 elements, or 2^31 - 1 in float32. Copies (DMA) can address 2^32 - 1 bytes
-    along a dimension. A copy of contiguous memory is a single range of bytes, which can be split.
+    Along each dimension, the matrix engine (MME) can address 2^32 - 1 elements, or 2^31 - 1 if they are larger than two
+    bytes, and copies (DMA) can address 2^32 - 1 bytes. A copy of contiguous memory has no limit, because it can be
+    split. The tensor cores (TPC) can address 2^31 - 1 elements along each dimension except the one with the largest
+    stride.
     """
     if not DEVICE.hostile:
         return
@@ -44,5 +45,5 @@ def check_reach(packet: str, operand: torch.Tensor) -> None:
     if reach > limit:
         raise DeviceRefusal(
             f"aten.{packet} of {tuple(operand.shape)} with strides {operand.stride()}, at {here()}: its offsets reach "
-            f"{reach} {unit} along one dimension, and the {engine}'s registers hold {limit}"
+            f"{reach} {unit} along one dimension, and the {engine} can address only {limit}"
         )

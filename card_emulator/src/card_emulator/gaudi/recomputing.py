@@ -1,7 +1,10 @@
-"""Fused attention that also returns the maximum and the inverse sum for each query, so that results over parts of the
-keys can be combined. It has the signature of `hpu::sdpa_recomp_fwd` (bridge v1.19, kernels_register.cpp), and there is
-an FP8 variant, both as vllm-gaudi calls them (v0.26.0, extension/utils.py). The dtypes of the maxima and sums are not
-published; float32 is used here."""
+"""`hpu::sdpa_recomp_fwd` and its FP8 variant in plain torch.
+
+These fused attention operations also return each query's maximum score and inverse softmax sum, so that results over
+parts of the keys can be combined. The signatures come from the bridge (v1.19, kernels_register.cpp) and
+vllm-gaudi's calls (v0.26.0, extension/utils.py). The dtypes of the maxima and sums are not published; this module uses
+float32.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ fp8_sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float 
  str seq_padding_type, int[] window=[-1, -1], Tensor? sink=None)
  -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 """
-# vllm-gaudi's factor for the inverse sums of the mode "fast" (extension/utils.py, SlicedFP8FusedSDPA).
+# The factor by which vllm-gaudi corrects inverse sums in the "fast" mode (extension/utils.py, SlicedFP8FusedSDPA).
 _FAST_FP8 = 128.0
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -68,7 +71,8 @@ def fp8_sdpa_recomp_fwd(
     valid_seq_len: torch.Tensor | None, seq_padding_type: str, window: Sequence[int] = (-1, -1),
     sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Compute attention in FP8. Softmax weights are not rounded, because the effect of their scale is not published."""
+    """Compute attention on FP8 inputs. Softmax weights are not rounded, because no source says how the kernel uses
+    their scale."""
     if sink is not None:
         raise NotImplementedError("fp8_sdpa_recomp_fwd: sinks are not emulated")
     check_fp8(d_scale_q, d_scale_k, d_scale_v, q_scale_s, q_scale_o, d_scale_s)
@@ -104,7 +108,7 @@ def fp8_fused_sdpa(
     )  # fmt: skip
 
 
-# --- query heads that share a key head form an extra dimension ---
+# --- grouped-query attention: query heads that share a KV head form an extra dimension ---
 
 
 def is_gqa(q: torch.Tensor, k: torch.Tensor) -> bool:

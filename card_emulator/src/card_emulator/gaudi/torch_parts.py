@@ -1,4 +1,4 @@
-"""The parts of torch that the bridge provides while it is loaded: the `torch.compile` backend and random generators."""
+"""The parts of torch that Habana's bridge replaces: the `torch.compile` backend and random number generators."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _register_backend() -> None:
 
 
 def _patched_compile(original: Any) -> Any:
-    """Register the backend at the first call. Decorators also use the backend in lazy mode (vllm-gaudi, platform.py,
-    set_torch_compile)."""
+    """Register the backend when `torch.compile` is first called. Even in lazy mode, vllm-gaudi's decorators refer to
+    the backend (platform.py, set_torch_compile)."""
 
     def compile(*args: Any, **kwargs: Any) -> Any:
         _register_backend()
@@ -35,7 +35,7 @@ class _AnyGenerator(type(torch._C.Generator)):  # type: ignore[misc]
 
 
 class Generator(torch._C.Generator, metaclass=_AnyGenerator):
-    """A host generator whose device is the card. Random numbers are always generated on the host."""
+    """A CPU generator that reports the card as its device. All random numbers are generated on the host."""
 
     _where: torch.device
 

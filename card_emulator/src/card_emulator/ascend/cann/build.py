@@ -1,6 +1,6 @@
-"""Compile the emulated CANN into the cache folder, once per version of its sources, torch and torch_npu.
+"""Compile the emulated CANN into the cache folder, once for each version of its sources, torch and torch_npu.
 
-One library contains all of the code. The libraries that torch_npu loads by name are empty and depend on that library.
+All of the code is in one library. The libraries that torch_npu loads by name are empty and depend on that one.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch.utils.cpp_extension import include_paths
 from card_emulator.errors import SetupError
 
 LIBRARY = "libemulated_cann.so"
-# Libraries that torch_npu is linked with or opens on first use.
+# The libraries of CANN that torch_npu is linked with or opens on first use.
 NAMES = (
     *("libascendcl.so", "libacl_op_compiler.so", "libge_runner.so", "libgraph.so", "libhccl.so"),
     *("libacl_tdt_channel.so", "libruntime.so", "libopapi.so", "libnnopbase.so", "libatb.so"),
 )
 _SOURCES = Path(__file__).parent
-# Optimization has no benefit: each of the many operators is one line that calls ATen, which is compiled.
+# Optimization has no benefit, because each operator only calls ATen, which is already compiled.
 _FLAGS = ("-std=c++20", "-O0", "-fPIC", "-fvisibility=default", "-w")
 
 
 def build(torch_npu: Path, cache: Path) -> Path:
-    """Return the folder in `cache` with the compiled libraries. `torch_npu` is the folder with Huawei's package, which
-    includes CANN's headers."""
+    """Compile the libraries if necessary, and return their folder in `cache`. CANN's headers are taken from Huawei's
+    package in `torch_npu`."""
     headers = torch_npu / "include"
     if not (headers / "acl" / "acl_rt.h").is_file():
         raise SetupError(
-            f"{torch_npu} has no include/acl, so it is not torch_npu as Huawei publishes it; name another folder."
+            f"{torch_npu} has no include/acl, so it is not torch_npu as published by Huawei. Specify another folder."
         )
     shared = [*sorted(_SOURCES.glob("*.h")), *sorted(headers.glob("acl/*.h"))]
     sources = {source: _hash([source, *shared]) for source in sorted(_SOURCES.glob("*.cpp"))}
@@ -45,7 +45,7 @@ def build(torch_npu: Path, cache: Path) -> Path:
         return folder
     compiler = shutil.which("g++")
     if compiler is None:
-        raise SetupError("the emulated CANN is compiled at first use and needs g++: apt install g++")
+        raise SetupError("the emulated CANN is compiled on first use, which requires g++: apt install g++")
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # all ranks start at the same time, but only one of them compiles
@@ -88,7 +88,7 @@ def _link(compiler: str, objects: list[Path], to: Path) -> None:
     linked = [f"-L{torch_libraries}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_libraries}", "-Wl,-z,defs"]
     _run([compiler, "-shared", *map(str, objects), *linked, f"-Wl,-soname,{LIBRARY}", "-o", str(to / LIBRARY)])
     for name in NAMES:
-        # None of its symbols is used, but the dependency makes the loader find the library.
+        # Depend on the library although no symbol of it is used, so that the loader loads it.
         to_all = ["-Wl,--no-as-needed", f"-L{to}", f"-l:{LIBRARY}", "-Wl,-rpath,$ORIGIN"]
         _run([compiler, "-shared", *to_all, f"-Wl,-soname,{name}", "-o", str(to / name)])
 
@@ -98,6 +98,6 @@ def _run(command: list[str]) -> None:
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line or "undefined" in line]
         raise SetupError(
-            "compiling the emulated CANN failed; it needs a g++ with C++20, and the headers of torch_npu 2.13.0:\n"
+            "compiling the emulated CANN failed; it requires a g++ that supports C++20 and torch_npu 2.13.0:\n"
             + "\n".join(errors[:20] or [done.stderr[-2000:]])
         )

@@ -1,5 +1,5 @@
-"""Reports on the emulated card under torch_npu. The runtime counts events, and this module assigns the counts to
-steps."""
+"""The emulated card under torch_npu, as seen from Python. The emulated CANN counts events in total, and this module
+assigns the counts to steps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from card_emulator.counters import Counters, Tally
 
 
 class Counts(NamedTuple):
-    """Counters of the runtime, in the order in which it returns them."""
+    """The counters of the emulated CANN, in the order of its C++ function `emulated_cann_counters`."""
 
     launches: int
-    """Operators and copies outside graphs."""
+    """Operators and copies that were launched outside graphs."""
     replays: int
     replayed: int
     """Tasks in replayed graphs."""
@@ -26,13 +26,13 @@ class Counts(NamedTuple):
     downloads: int
     download_bytes: int
     syncs: int
-    """Calls that may block."""
+    """Calls that may block the host."""
     task_updates: int
     memory: int
     graphs: int
     collectives: int
     kv_bytes_read: int
-    """KV bytes read by the fused attention."""
+    """Bytes of paged KV that the fused attention read."""
 
 
 class Card:
@@ -45,7 +45,7 @@ class Card:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._counters = Counters()
-        # Keep a reference, because C code calls this function later.
+        # Keep a reference to the callback, because C++ code calls it later.
         self._on_fallback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self._fallback)
         library.emulated_cann_on_fallback(self._on_fallback)
         self._seen = self.counts()
@@ -53,8 +53,8 @@ class Card:
         self._compile_only = False
 
     def _fallback(self, operation: bytes) -> None:
-        """Count an operation that torch_npu runs on the host. The few tensors that torch_npu itself copies to the host
-        are counted as copies to the host that wait."""
+        """Count an operation that torch_npu runs on the host. When torch_npu copies tensors to the host for it, these
+        copies are also counted as device-to-host syncs."""
         self._counters.step.fallbacks += 1
         self._counters.event("CPU fallback", operation.decode())
 
@@ -65,9 +65,10 @@ class Card:
 
     @contextmanager
     def tracing(self) -> Iterator[list[str]]:
-        """Yield a list to which the launches in the block are appended, in order, when the block ends.
+        """Trace the launches in a `with` block. The yielded list is filled when the block ends.
 
-        Each operator and each graph has one line. A graph's operators follow its line and are indented.
+        The list contains one line for each launched operator or graph, in order. The line of a graph is followed by
+        indented lines for the graph's operators.
         """
         lines: list[str] = []
         self._library.emulated_cann_trace(ctypes.c_bool(True))
@@ -82,7 +83,7 @@ class Card:
 
     @property
     def graphs(self) -> list[GraphRecord]:
-        """Return all captured graphs, including those that no longer exist."""
+        """All graphs that were captured, including those that no longer exist."""
         number = self._library.emulated_cann_graphs(None, ctypes.c_uint64(0))
         amounts = (ctypes.c_uint64 * (2 * number))()
         self._library.emulated_cann_graphs(amounts, ctypes.c_uint64(number))
@@ -127,7 +128,7 @@ class Card:
 
     @compile_only.setter
     def compile_only(self, value: bool) -> None:
-        """Set whether operators skip their computation."""
+        """Set whether operators skip their computations."""
         self._compile_only = value
         self._library.emulated_cann_compute(ctypes.c_bool(not value))
 
