@@ -89,14 +89,15 @@ def agreement(checkpoint: Path, run: Run) -> Agreement:
     return right, num, largest
 
 
+def _count_programs(counts: dict[str, int]) -> int:
+    return counts["graph_captures"] + counts["lazy_compiles"]
+
+
 # Ours may have this many times the vendor's.
 MOST: dict[str, tuple[float, Callable[[Run], float]]] = {
     # Without a prefix cache, some decode shapes have two graphs: one reads KV in place, the other one gathers it.
     "graphs made in warm-up": (2.0, lambda run: run["warm_up"]["graph_captures"]),
-    "programs compiled in warm-up": (
-        1.0,
-        lambda run: run["warm_up"]["graph_captures"] + run["warm_up"]["lazy_compiles"],
-    ),
+    "programs compiled in warm-up": (1.0, lambda run: _count_programs(run["warm_up"])),
     "launches a step": (1.0, lambda run: run["run"]["launches"] / run["steps"]),
     "bytes moved": (1.0, lambda run: run["run"]["bytes_moved"]),
 }
@@ -127,7 +128,7 @@ AROUND = (
 ROWS: dict[str, Callable[[Run], str]] = {
     "engine steps": lambda run: str(run["steps"]),
     "graphs made in warm-up": lambda run: str(run["warm_up"]["graph_captures"]),
-    "programs compiled in warm-up": lambda run: str(run["warm_up"]["graph_captures"] + run["warm_up"]["lazy_compiles"]),
+    "programs compiled in warm-up": lambda run: str(_count_programs(run["warm_up"])),
     "compiles after warm-up": _total("late_compiles"),
     "copies to the host a step": _per_step("host_reads"),
     "waits for the device a step": _per_step("syncs"),
