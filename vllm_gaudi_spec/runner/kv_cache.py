@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.upstream.kv_cache import (
+    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.upstream.kv_cache import FullAttentionSpec, KVCacheSpec
+    from vllm_gaudi_spec.upstream.kv_cache import KVCacheSpec
 
 
 class KVCache:
@@ -34,6 +36,8 @@ class KVCache:
         self.block_sizes = [spec.block_size for spec in specs]
         self.windows = [spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs]
         """The sliding window of the layers in each group, or None."""
+        self.keeps_blocks = all(type(spec) in (FullAttentionSpec, MLAAttentionSpec) for spec in specs)
+        """Whether a request keeps its blocks until it ends. vLLM assigns blocks outside a window to other requests."""
 
     def warm_up(self) -> None:
         """Copy the pad block to itself."""

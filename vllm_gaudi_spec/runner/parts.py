@@ -194,6 +194,7 @@ class RunnerParts:
             self.backend.traits.flat_decode
             and not self.vllm_config.cache_config.enable_prefix_caching
             and len(self.kv_cache.block_sizes) == 1
+            and self.kv_cache.keeps_blocks
             and ranks_in_step(self.vllm_config) == 1
             and all(model.reads_in_place for model in models)
         )
