@@ -1,4 +1,4 @@
-"""Slices of chunks: rows of equal length, so that prompts of any length share a forward pass with little padding.
+"""Splits prompt chunks into rows of equal length, so that prompts of any length can share a forward pass.
 
 A chunk takes as many consecutive rows of the padded batch as it has slices. Every layer writes the keys of all rows
 before any row attends, so that each slice also attends to earlier slices.

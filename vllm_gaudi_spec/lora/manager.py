@@ -1,4 +1,4 @@
-"""Loads adapters with vLLM's managers, after checking the adapters before anything changes.
+"""Loads adapters with vLLM's managers. Each adapter is fully checked before any state changes.
 
 vLLM checks an adapter's configuration and module names. vLLM would detect wrong matrix sizes only while copying the
 matrices into a slot, after the adapter has been registered, or not at all. This module therefore checks adapters first.

@@ -144,7 +144,7 @@ class Shapes:
             entries = _entries(options.block_buckets, max_entries, num_blocks, exclusive=in_place)
             if in_place:
                 assert num_blocks is not None
-                listed = options.block_buckets or geometric(1, num_blocks, 2.0)
+                listed = options.block_buckets or geometric(_SMALLEST_RANGE, num_blocks, 2.0)
                 ranges = tuple(sorted({min(length, num_blocks) for length in listed}))
         return cls(
             decode_rows=decode,
@@ -463,6 +463,9 @@ reason, vllm-gaudi ran out of memory in warm-up until vllm-gaudi#1700 added this
 there.
 """
 
+
+_SMALLEST_RANGE = 8
+"""The smallest number of blocks that a decode reads in place. A step with fewer would hardly be faster."""
 
 _COST_OF_GATHERING = 2
 """The number of blocks that a decode attends to in place in about the time that one gathered block takes. A gathered

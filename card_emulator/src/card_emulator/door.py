@@ -1,4 +1,4 @@
-"""Install an emulated card into unmodified programs while they import torch.
+"""Installs an emulated card in unmodified programs when they import torch.
 
 A "door" is a folder on PYTHONPATH. It contains a distribution whose `torch.backends` entry point installs the card,
 just like the vendor's package on a machine with a real card. Child processes inherit the environment variables and

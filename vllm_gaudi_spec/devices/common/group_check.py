@@ -1,8 +1,8 @@
 """Runs and checks collectives in each group of ranks at startup.
 
 The first collective in a group creates the group's communicator. On Gaudi, that collective must not be part of a
-captured graph, so vllm-gaudi also runs one in `init_device` (quirk N01). These checks also reveal a wrong network or
-module map, which causes an error or a hang.
+captured graph, so vllm-gaudi also runs one in `init_device` (quirk N01). These checks also expose an incorrect
+network configuration or module map, either of which causes an error or a hang.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compiles functions in regions. Each function is traced once with fake tensors and split into regions at markers.
 
-A region consists of the operations between two markers. It is an FX graph whose inputs are all tensors that it reads:
+A region consists of the operations between two markers. It is an FX graph whose inputs are all the tensors it reads:
 arguments, weights, caches, and results of earlier regions. No Python code runs in a region, so there are no guards or
 graph breaks. Regions with the same operations and tensor geometry, such as a model's layers, are compiled only once.
 torch.compile, in contrast, would guard on every layer name and Python branch, and it would compile every layer.
@@ -181,7 +181,7 @@ class CompiledFunction:
         return self._sharing_outside(tensors) == self._sharing
 
     def _sharing_outside(self, tensors: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
-        """Return the number of a non-argument tensor in the same memory, or None, for each of the tensors.
+        """For each tensor, return the index of the non-argument tensor that shares its memory, or None.
 
         The current storages are compared, because sleep mode may have replaced those from compilation.
         """

@@ -182,7 +182,7 @@ class _Rows(NamedTuple):
     key_ends: torch.Tensor
     tables: torch.Tensor
     is_causal: bool = True
-    """If False, each query attends to all keys or, with a window, to equally many earlier and later keys."""
+    """If False, each query attends to all keys or, with a window, to the same number of keys before and after it."""
 
 
 def _build_rows(call: AttentionCall, spec: AttentionLayerSpec) -> _Rows:

@@ -85,7 +85,7 @@ class PromptLogprobs(Extension):
     def _start_scoring(self, begin: int, tokens: list[int], count: int, row: int) -> Wait:
         """Score `tokens` and start to copy the scores to the host.
 
-        These tokens follow the tokens of the chunk from index `begin` on. Short slices are padded to the same shape.
+        `tokens[i]` follows the token at index `begin + i` of the chunk. Short slices are padded to the same shape.
         """
         self._recorder.saw(_signature(count))
         small = np.zeros((3, _SLICE), dtype=np.int64)
