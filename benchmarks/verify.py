@@ -27,7 +27,7 @@ from vllm.v1.core.sched.output import NewRequestData
 
 from benchmarks.shared import common, dummy
 from vllm_gaudi_spec.outputs import SpecSchedulerOutput
-from vllm_gaudi_spec.records import DECODE, Planned, Shape
+from vllm_gaudi_spec.records import Planned
 from vllm_gaudi_spec.runner.planning import make_sample_batch
 from vllm_gaudi_spec.tools.io.command_line import Parser
 
@@ -133,8 +133,8 @@ class Steps:
         runner = self._runner
         members = [runner.requests.by_id[name] for name in names]
         ends = [request.num_computed + queries for request in members]
-        context = runner.shapes.decode(queries, ends).context
-        shape = Shape(DECODE, len(members), queries, context)
+        shape = runner.shapes.decode(queries, ends, last_block=runner.requests.find_last_block(members))
+        shape = shape._replace(rows=len(members))
         planned = Planned(
             shape=shape,
             requests=members,

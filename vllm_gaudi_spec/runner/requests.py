@@ -169,7 +169,7 @@ class Requests:
         for table, counts in zip(self.tables_np, self.num_blocks, strict=True):
             table[row] = 0
             counts[row] = 0
-            self._last_block_R[row] = 0
+        self._last_block_R[row] = 0
         self.admitted.append(request)
 
     def _write_admitted(self) -> None:
@@ -215,7 +215,7 @@ class Requests:
 
     def find_last_block(self, members: Sequence[Request]) -> int:
         """Return the highest ID among the KV blocks of these requests."""
-        return int(max((self._last_block_R[request.row] for request in members), default=0))
+        return int(self._last_block_R[[request.row for request in members]].max(initial=0))
 
     def blocks(
         self, rows_np: np.ndarray, ends: Sequence[int], context: int, counts: Sequence[int] | None = None
@@ -258,7 +258,7 @@ class Requests:
                 incomplete = 2  # an entry may begin before the window
             tables.append(table_np)
             if shape.in_place:
-                flat.append(_list_owners(table_np, begin_np, end_np, context))
+                flat.append(_list_owners(table_np, end_np, context))
                 continue
             group = choose_group(length, len(rows_np), incomplete)
             num_entries = (length + len(rows_np) * incomplete * (group - 1)) // group
@@ -426,10 +426,10 @@ def _list_blocks(
     return listed
 
 
-def _list_owners(table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray, num_blocks: int) -> np.ndarray:
+def _list_owners(table_np: np.ndarray, end_np: np.ndarray, num_blocks: int) -> np.ndarray:
     """Return the owners of the first `num_blocks` blocks in the KV cache, in the `Blocks.flat` format for blocks that
     are read in place."""
-    used_np = _select_used(table_np, begin_np, end_np)
+    used_np = _select_used(table_np, np.zeros_like(end_np), end_np)
     row, index = np.nonzero(used_np)
     owners_np = np.zeros((2, num_blocks), dtype=np.int32)
     owners_np[0] = len(table_np)

@@ -143,9 +143,10 @@ class Shapes:
             max_entries = most_rows * -(-max_len // size)
             entries = _entries(options.block_buckets, max_entries, num_blocks, exclusive=in_place)
             if in_place:
-                assert num_blocks is not None
-                listed = options.block_buckets or geometric(_SMALLEST_RANGE, num_blocks, 2.0)
-                ranges = tuple(sorted({min(length, num_blocks) for length in listed}))
+                # The profile run measures the memory of the longest list.
+                longest = min(num_blocks or 0, entries[-1])
+                listed = options.block_buckets or geometric(_SMALLEST_RANGE, longest, 2.0)
+                ranges = tuple(sorted({min(length, longest) for length in listed}))
         return cls(
             decode_rows=decode,
             sample_rows=options.batch_buckets or (powers_of_two if backend.traits.captures else decode),
@@ -208,11 +209,14 @@ class Shapes:
         """Return the context of a decode that does not read KV in place."""
         if not self.entries:
             return fit(self.contexts, min(max(ends, default=0), self.max_context))
-        num_entries = sum(-(-min(end, self.max_len) // self.block_size) for end in ends)
+        num_entries = self._count_blocks(ends)
         largest = self.entries[-1]
         while largest < num_entries:  # requests share more KV blocks than the list allows for
             largest *= 2
         return fit_or_largest(self.entries, num_entries, largest, "block_buckets")
+
+    def _count_blocks(self, ends: Sequence[int]) -> int:
+        return sum(-(-min(end, self.max_len) // self.block_size) for end in ends)
 
     def decode(self, num_queries: int, ends: Sequence[int], num_rows: int = 0, *, last_block: int = 0) -> Shape:
         """Return the shape of a decode whose rows have `ends` KV tokens, including those of this step.
@@ -223,17 +227,25 @@ class Shapes:
             num_rows: Minimum number of rows, which may exceed the length of `ends`.
             last_block: The highest ID among the rows' KV blocks.
         """
-        rows, context = self.fit_rows(max(len(ends), num_rows)), self._decode_context(ends)
+        rows = self.fit_rows(max(len(ends), num_rows))
+        if length := self._fit_range(rows, ends, last_block):
+            return Shape(DECODE, rows, num_queries, length, in_place=True)
+        context = self._decode_context(ends)
         if self.entries and rows > self.fit_rows(len(ends)):
             # Smaller totals are listed only with fewer rows.
             sizes = (shape.context for shape in self.plain_decodes() if shape.rows == rows and not shape.in_place)
             context = min((size for size in sizes if size >= context), default=context)
-        num_blocks = max(last_block, rows) + 1
-        if self.ranges and num_blocks <= self.ranges[-1]:
-            length = fit(self.ranges, num_blocks)
-            if length <= _COST_OF_GATHERING * context:
-                return Shape(DECODE, rows, num_queries, length, in_place=True)
         return Shape(DECODE, rows, num_queries, context)
+
+    def _fit_range(self, rows: int, ends: Sequence[int], last_block: int) -> int:
+        """Return the number of blocks that a decode reads in place, or 0 if gathering is faster or necessary."""
+        num_blocks = max(last_block, rows) + 1
+        if not self.ranges or num_blocks > self.ranges[-1]:
+            return 0
+        length = fit(self.ranges, num_blocks)
+        # Padding of a verify step may extend past the blocks of its rows.
+        gathered = fit(self.entries, min(max(self._count_blocks(ends), rows), self.entries[-1]))
+        return length if length <= _COST_OF_GATHERING * gathered else 0
 
     def prefill(self, num_rows: int, longest: int, end: int, *, start: int = 0) -> Shape:
         """Return the shape for a batch of prompt chunks.

@@ -170,9 +170,8 @@ def test_block_lists_agree_with_block_tables(seed: int) -> None:
         assert {entry for entry in entries(flat) if not entry[0]} <= {(0, len(rows_np), 0)}
 
 
-@pytest.mark.parametrize("window", [None, 20])
-def test_blocks_read_in_place_are_listed_with_their_owners(window: int | None) -> None:
-    requests, rng = flat_requests([16], windows=[window]), random.Random(0)
+def test_blocks_read_in_place_are_listed_with_their_owners() -> None:
+    requests, rng = flat_requests([16]), random.Random(0)
     ends = [rng.randint(1, 192) for _ in range(4)]
     free = rng.sample(range(1, 60), 59)
     blocks = {str(row): ([free.pop() for _ in range(-(-end // 16))],) for row, end in enumerate(ends)}
@@ -181,11 +180,7 @@ def test_blocks_read_in_place_are_listed_with_their_owners(window: int | None) -
     assert last_block == max(max(ids) for (ids,) in blocks.values())
     (owners_np,) = requests.decode_blocks(rows_np, ends[::-1], Shape(DECODE, 5, 1, 60, in_place=True)).flat
     assert owners_np.dtype == np.int32
-    expected = {
-        ids[index]: [3 - row, index]
-        for row, (ids,) in enumerate(blocks.values())
-        for index in range(max(ends[row] - window, 0) // 16 if window else 0, len(ids))
-    }
+    expected = {ids[index]: [3 - row, index] for row, (ids,) in enumerate(blocks.values()) for index in range(len(ids))}
     assert owners_np.T.tolist() == [expected.get(block, [5, 0]) for block in range(60)]
 
 

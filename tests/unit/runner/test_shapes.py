@@ -187,26 +187,32 @@ def test_r07_every_flat_decode_is_listed(max_len: int, drafts: int) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [10, 18, 300, 1500])
-def test_every_decode_in_place_is_listed_and_cheaper_than_gathering(num_blocks: int) -> None:
+def test_every_decode_in_place_is_listed_and_cheaper_than_gathering(
+    num_blocks: int, caplog: pytest.LogCaptureFixture
+) -> None:
     chosen = shapes(17, 300, 1024, exact=False, drafts=5, flat=True, num_blocks=num_blocks, in_place=True)
     listed, rng = set(chosen.all()), random.Random(0)
     found = {True: 0, False: 0}
     for _ in range(2000):
         ends = [rng.randint(1, 1024) for _ in range(rng.randint(1, 17))]
         needed = sum(-(-end // 16) for end in ends)
-        if needed >= num_blocks:  # the scheduler would have preempted some of them
+        if needed >= num_blocks + 3:  # the scheduler would have preempted some of them
             continue
-        last_block = rng.randint(needed, min(num_blocks - 1, 8 * needed))
+        # The last blocks of some rows may not be assigned yet, because only padding needs them.
+        used = min(needed, num_blocks - 1)
+        last_block = rng.randint(used, min(num_blocks - 1, 8 * used))
         shape = chosen.decode(rng.choice(chosen.decode_queries), ends, last_block=last_block)
         assert shape in listed
         found[shape.in_place] += 1
         if shape.in_place:
             assert last_block < shape.context <= num_blocks
-            assert shape.context <= 2 * chosen.decode(1, ends, last_block=num_blocks).context
+            gathered = min(max(needed, shape.rows), chosen.entries[-1])
+            assert shape.context <= 2 * min(size for size in chosen.entries if size >= gathered)
         else:
             assert shape.context >= needed
     assert found[True]
     assert found[False] or num_blocks < 300
+    assert "exceeds the largest value" not in caplog.text
 
 
 def test_r05_block_buckets_are_bounded_by_memory() -> None:
