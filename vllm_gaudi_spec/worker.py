@@ -33,6 +33,7 @@ from vllm_gaudi_spec.upstream.distributed import (
     destroy_distributed_environment,
     destroy_model_parallel,
     ensure_model_parallel_initialized,
+    get_distributed_timeout_or_none,
     get_pp_group,
     get_tp_group,
     init_distributed_environment,
@@ -95,6 +96,7 @@ class Worker(WorkerBase):
             self.distributed_init_method,
             self.local_rank,
             self.current_platform.dist_backend,
+            get_distributed_timeout_or_none(),
         )
         ensure_model_parallel_initialized(
             parallel.tensor_parallel_size,

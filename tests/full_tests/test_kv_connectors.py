@@ -2,11 +2,15 @@
 
 import json
 import signal
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import pytest
@@ -194,8 +198,8 @@ class Pair:
     ) -> None:
         self._servers = ExitStack()
         self.first, self.second = (
-            self._servers.enter_context(serve(folder / name, model, speculation, policy, size, waits=False))
-            for name, speculation, size in zip(("first", "second"), (first, second), num_ranks, strict=True)
+            self._servers.enter_context(serve(folder / role, model, speculation, role, policy, size, waits=False))
+            for role, speculation, size in zip(("kv_producer", "kv_consumer"), (first, second), num_ranks, strict=True)
         )
         with ExitStack() as failed:
             failed.push(self._servers)
@@ -217,12 +221,18 @@ class Pair:
     def ask(self, request: dict[str, Any]) -> list[int]:
         return token_ids(self.second.complete(**self.begin(request)))
 
+    def stream(self, request: dict[str, Any]) -> tuple[list[int], float]:
+        """Return the tokens, and the seconds until the first of them."""
+        began = time.monotonic()
+        return stream(self.second, self.begin(request), began)
+
 
 def serve(
     log: Path,
     model: str,
     speculation: dict[str, Any] | None = None,
-    policy: str | None = None,
+    role: str | None = None,
+    policy: str = "fail",
     num_ranks: int = 1,
     *,
     waits: bool = True,
@@ -230,12 +240,24 @@ def serve(
     options = ["--max-model-len", "512", "--tensor-parallel-size", str(num_ranks)]
     if speculation is not None:
         options += ["--speculative-config", json.dumps(speculation)]
-    if policy is not None:
-        config: dict[str, Any] = dict(kv_connector="NixlConnector", kv_role="kv_both", kv_load_failure_policy=policy)
+    if role is not None:
+        config: dict[str, Any] = dict(kv_connector="NixlConnector", kv_role=role, kv_load_failure_policy=policy)
         config["kv_connector_extra_config"] = {"kv_lease_duration": 600}  # longer than a test on a busy machine
         options += ["--kv-transfer-config", json.dumps(config)]
     environment = {"UCX_TLS": "tcp", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(get_open_port())}
     return Server(model, log, *options, environment=environment, waits=waits)
+
+
+def stream(server: Server, request: dict[str, Any], began: float | None = None) -> tuple[list[int], float]:
+    """Return the tokens, and the seconds from `began`, or from now, until the first of them."""
+    began = time.monotonic() if began is None else began
+    tokens, seconds = list[int](), 0.0
+    with server.client.stream("POST", "/v1/completions", json=dict(model="tiny", stream=True) | request) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                seconds = seconds or time.monotonic() - began
+                tokens += token_ids(json.loads(line.removeprefix("data: ")))
+    return tokens, seconds
 
 
 needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="needs `pip install nixl`")
@@ -277,10 +299,26 @@ def ask_or_none(server: Server, request: dict[str, Any]) -> list[int] | None:
 @needs_nixl
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_two_servers_say_what_one_says(method: str, alone: dict[str, list[list[int]]], tmp_path: Path) -> None:
+def test_two_servers_say_what_one_says(
+    method: str, alone: dict[str, list[list[int]]], tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """`--junitxml` saves what these requests cost on two servers and on one."""
     model = heads.target(method)
-    with Pair(tmp_path, model, *METHODS[method]) as pair, ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(pair.ask, REQUESTS)) == alone[model]
+
+    def ask_all(where: str, server: Server, asks: Callable[[dict[str, Any]], tuple[list[int], float]]) -> None:
+        with ThreadPoolExecutor(8) as pool:
+            tokens, seconds = zip(*pool.map(asks, REQUESTS), strict=True)
+        assert list(tokens) == alone[model]
+        record_property(f"{where}: deciles of seconds to the first token", quantiles(seconds, n=10))
+        drafted, right = (server.metric(f"{name}_total") for name in COUNTERS[1:])
+        record_property(f"{where}: acceptance rate", right / drafted)
+
+    with serve(tmp_path / "one", model, METHODS[method][1]) as server:
+        ask_all("one server", server, partial(stream, server))
+    with Pair(tmp_path, model, *METHODS[method]) as pair:
+        ask_all("two servers", pair.second, pair.stream)
+        record_property("two servers: bytes", pair.second.metric("vllm:nixl_bytes_transferred_sum"))
+        record_property("two servers: tokens in them", pair.second.metric("vllm:external_prefix_cache_hits_total"))
         assert pair.second.metric("vllm:external_prefix_cache_hits_total") > 5000
         assert pair.second.metric("vllm:nixl_bytes_transferred_sum") > 5e6
         assert pair.second.metric("vllm:spec_decode_num_accepted_tokens_total") > 500

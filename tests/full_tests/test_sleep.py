@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 
@@ -256,15 +257,16 @@ def test_new_weights_and_sleep_under_load(pair: tuple[Models, Models], tmp_path:
     coupled = dict(draft_sample_method="coupled", rejection_sample_method="strict")
     options += ["--speculative-config", json.dumps(old.options()["speculative_config"] | coupled)]
     sizes: list[int] = []
-    rates: tuple[list[float], list[float]] = ([], [])
-    with Server(old.target, tmp_path / "log", *options, environment={"VLLM_SERVER_DEV_MODE": "1"}) as server:
+    counts: list[np.ndarray] = []
+    # By default, oneDNN keeps up to 1,024 compiled kernels, which would hide whether anything else grows.
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
+    with Server(old.target, tmp_path / "log", *options, environment=environment) as server:
         load = Load(server)
         try:
             for number in range(42):
                 before = count_drafts(server)
                 load.wait()
-                drafted, accepted = np.subtract(count_drafts(server), before)
-                rates[number % 2].append(accepted / drafted)
+                counts.append(np.subtract(count_drafts(server), before))
                 sizes.append(resident_mebibytes(server))
                 load.time += 1
                 replace_weights(server, number, (new, old)[number % 2])
@@ -295,12 +297,13 @@ def test_new_weights_and_sleep_under_load(pair: tuple[Models, Models], tmp_path:
             for (answer, _), tokens in zip(continued, rest, strict=True)
         ]
         assert answer_alone(models.target, starts, requests) == rest
-    for found in rates:
+    for weights in range(2):
         # Which requests an interval has varies, and a draft model with the target's weights is always right.
-        parts = [np.mean(part) for part in np.array_split(found, 3)]
-        assert np.ptp(parts) < 0.1, rates
-        assert old.method == "eagle" or min(found) > 0.95, rates
-    assert max(sizes[5:]) - min(sizes[5:]) < 64, sizes
+        thirds = [np.sum(part, axis=0) for part in np.array_split(counts[weights::2], 3)]
+        rates = [accepted / drafted for drafted, accepted in thirds]
+        assert rates[-1] > rates[0] - 0.05, rates
+        assert old.method == "eagle" or min(rates) > 0.95, rates
+    assert max(sizes[5:]) - sizes[5] <= 64, sizes
 
 
 def count_equal(first: list[int], second: list[int]) -> int:
@@ -308,7 +311,10 @@ def count_equal(first: list[int], second: list[int]) -> int:
 
 
 def count_drafts(server: Server) -> list[float]:
-    return [server.metric(f"vllm:spec_decode_num_{kind}_tokens_total") for kind in ("draft", "accepted")]
+    """Return the drafted and the accepted tokens. One response has both, so that they are of the same time."""
+    families = text_string_to_metric_families(server.client.get("/metrics").text)
+    found = {sample.name: sample.value for family in families for sample in family.samples}
+    return [found[f"vllm:spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted")]
 
 
 def resident_mebibytes(server: Server) -> int:

@@ -22,6 +22,7 @@ from vllm.distributed import (
 )
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.distributed.utils import get_distributed_timeout_or_none
 
 groups = parallel_state._groups
 """Weak references to all groups in this process, by name."""
