@@ -146,7 +146,7 @@ class SpecPlatform(Platform):
 
     @classmethod
     def can_update_inplace(cls) -> bool:
-        """Return False, so that layers with LoRA adapters use the sum that is returned to them."""
+        """Return False. Layers with LoRA adapters then use the sum that is returned to them."""
         return False
 
     @classmethod

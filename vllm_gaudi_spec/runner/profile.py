@@ -1,7 +1,7 @@
 """The profile run, which measures the peak memory of the largest steps in order to choose the size of the KV cache.
 
-Steps run on padding without being captured, and the KV cache has only a few blocks. These steps are as large as in a
-warm-up in which the KV cache has all of the remaining memory, which is slightly more than it will get.
+Steps run on padding without being captured, and the KV cache has only a few blocks. Their sizes are those of a warm-up
+whose KV cache has all of the remaining memory, slightly more than the cache will actually get.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ IMAGE, VIDEO = "image", "video"
 """Names of modalities in vLLM."""
 _PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
 _SMALLEST = 64
-"""Number of tokens in a 224 x 224 image, which is the smallest size for which vLLM captures encoder CUDA graphs."""
+"""Number of tokens in a 224 x 224 image, the smallest for which vLLM captures encoder CUDA graphs."""
 
 
 class Item(NamedTuple):
@@ -89,7 +89,7 @@ class WholeItems:
 class Tiles(WholeItems):
     """Encoders that split an image into tiles of equal size and encode each tile separately.
 
-    Inputs are padded with tiles. A video frame is one tile, so that images and videos share a list of sizes.
+    Inputs are padded with tiles. A video frame is one tile, so images and videos share a list of sizes.
     """
 
     def list_encodings(self, largest: Item) -> Iterator[Encoding]:
@@ -307,7 +307,7 @@ def _with_rows(tensor: torch.Tensor, num_rows: int, fill: int = 0) -> torch.Tens
 
 
 def _copy_on_host(module: nn.Module) -> nn.Module:
-    """Return a copy of the module whose tensors are separate and in host memory. Everything else is shared."""
+    """Return a copy of the module with its own tensors in host memory. Everything else is shared."""
     made = copy.copy(module)
     for kind in ("_parameters", "_buffers"):
         tensors: dict[str, Any] = getattr(module, kind)

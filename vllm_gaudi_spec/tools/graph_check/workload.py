@@ -1,4 +1,4 @@
-"""The workload for graph-check. A seed results in the same workload on any device."""
+"""The workload for graph-check. A given seed produces the same workload on any device."""
 
 from __future__ import annotations
 
