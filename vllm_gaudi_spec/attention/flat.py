@@ -248,7 +248,7 @@ def _apply_selection(
 
 
 def _cut(tensor: torch.Tensor, entries: range, dim: int = 0) -> torch.Tensor:
-    """Slice entries, or return the tensor itself if the slice covers it, so that a short list needs no slicing."""
+    """Return a slice of the entries, or the tensor itself if the slice covers all of them."""
     return tensor if len(entries) == tensor.shape[dim] else tensor.narrow(dim, entries.start, len(entries))
 
 

@@ -71,7 +71,7 @@ class DrafterKVSync:
         """Handle a batch after the target's forward pass."""
 
     def before_round(self, sampled: SampledRows, max_drafts_np: np.ndarray, batch: DraftBatch | None) -> None:
-        """Write the drafter's KV for tokens that it needs before drafting. Called after each verification.
+        """Write the drafter's KV for tokens that must have KV before drafting. Called after each verification.
 
         Args:
             max_drafts_np: Current maximum number of drafts for each request.
@@ -275,9 +275,9 @@ class Drafting:
     verifies_drafts = False
     """Whether steps report how many drafts they verified."""
     reports_drafts = False
-    """Whether `propose` drafts tokens, so that a step's report may include them."""
+    """Whether `propose` drafts tokens. If so, a step's report may include them."""
     lookahead = 0
-    """The number of additional tokens for which a decode needs KV blocks, so that the drafter can write their KV."""
+    """The number of additional tokens for which a decode needs KV blocks, because the drafter writes their KV."""
     pass_drafts: tuple[int, ...] = (0,)
     """The numbers of drafts per row that a sampling pass may generate itself. With 0, `propose` generates them."""
     pass_error: Exception | None = None

@@ -91,7 +91,7 @@ def warm_up(runner: ModelRunner) -> None:
     )
     if shapes.computes_padding:
         logger.info(
-            "If the lengths of prompt chunks are evenly distributed, %.0f %% of the tokens in their forwards are "
+            "If the lengths of prompt chunks are evenly distributed, %.0f %% of the tokens computed for them are "
             "padding%s.",
             100 * expected_padding(shapes.chunk_lengths),
             f", in slices of {shapes.slice_tokens} tokens" if shapes.slice_tokens else "",

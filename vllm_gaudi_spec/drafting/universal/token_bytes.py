@@ -74,7 +74,7 @@ class Vocabulary:
     special_names: dict[int, str]
     roles: Roles
     leading_space: bool
-    """Whether the tokenizer adds a leading space to a text, so that the tokens represent one additional byte."""
+    """Whether the tokenizer adds a leading space to a text. If so, the tokens represent one additional byte."""
 
 
 def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> ModelTokenizer:

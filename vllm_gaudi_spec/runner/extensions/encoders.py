@@ -1,6 +1,6 @@
 """Image, video, and audio encoders on devices that capture steps. Each item is padded to one of a few sizes.
 
-The sizes depend on the class of the model (`FORMS`). The graph for a larger item is captured while serving.
+The sizes depend on the class of the model (`FORMS`). If an item exceeds all sizes, its graph is captured while serving.
 
 N: rows of an encoder's output, one per token in the prompt. P: patches.
 """
@@ -62,7 +62,7 @@ class WholeItems:
         """Maps each modality to the sizes that warm-up captures. Only encoders with padded inputs use this field."""
 
     def _fit(self, modality: str, size: int) -> int:
-        """Return a listed size, or the largest one times a power of two, which is captured while serving."""
+        """Return the smallest listed size that fits or, if none does, the largest one times a power of two."""
         fitting = next((listed for listed in self._sizes[modality] if listed >= size), self._sizes[modality][-1])
         while fitting < size:
             fitting *= 2

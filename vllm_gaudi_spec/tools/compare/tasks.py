@@ -36,7 +36,7 @@ class Task:
     parallel_drafting: bool = False
     """Whether the draft model generates all drafts in one forward pass."""
     remembers_answers: bool = False
-    """Whether the method uses the tokens of finished requests, so that a second turn would give different results."""
+    """Whether the method uses the tokens of finished requests. If so, a second turn would give different results."""
     demo_drafter: str | None = None
     """The folder with the demo's drafter, under demo/."""
     demo_target: str | None = None
