@@ -122,7 +122,7 @@ def is_in_reach(key_pos: torch.Tensor, query_pos: torch.Tensor, spec: AttentionL
     """Return the keys that are visible to each query according to positions alone.
 
     A query attends to the keys up to its own position, within its window or chunk. If the layer is not causal, later
-    keys are also visible, up to the window size if there is a window.
+    keys are also visible, within the window if there is one.
     """
     last = query_pos if spec.is_causal else query_pos + (spec.sliding_window or _NO_WINDOW) - 1
     seen = key_pos <= last

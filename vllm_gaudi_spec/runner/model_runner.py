@@ -141,7 +141,7 @@ class ModelRunner(RunnerParts):
         """Return the maximum number of drafts that this step may verify for each request.
 
         With async scheduling, a -1 in the scheduler's output is a placeholder for a draft that exists only on the
-        device. Without async scheduling, it is padding, and every pipeline stage verifies all other drafts.
+        device. Without async scheduling, -1 is padding, and every pipeline stage verifies all other drafts.
         """
         by_id = scheduled.scheduled_spec_decode_tokens
         if not self.async_scheduling:

@@ -77,7 +77,7 @@ def _largest(jobs: Iterator[Job]) -> Iterator[Job]:
     """Yield two of the largest runs of each kind: one with the longest context and one with the most complex branch.
 
     The first run of a kind has the longest context, and the last has the most complex branch. If both are the same run,
-    it is yielded twice, so that ranks whose lists have different lengths run the same number.
+    it is yielded twice, so that all ranks perform the same number of runs.
     """
     by_kind: dict[str, list[Job]] = {}
     for job in jobs:

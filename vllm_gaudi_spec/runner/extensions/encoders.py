@@ -81,7 +81,7 @@ class WholeItems:
         return Encoding(item.modality, item.num_rows, _take_inputs(item))
 
     def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return encoded rows, [N, H]. Runs inside a graph, so it must not read tensor values on the host."""
+        """Return encoded rows, [N, H]. This runs inside a graph, so it must not read tensor values on the host."""
         outputs = [output.flatten(0, -2) for output in self._model.embed_multimodal(**inputs)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
