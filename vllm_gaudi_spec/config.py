@@ -365,7 +365,7 @@ _GOLDEN_RATIO = (1 + 5**0.5) / 2
 def _list_smaller_widths(spec_config: SpeculativeConfig, max_rows: int) -> tuple[int, ...]:
     """Return the numbers of drafts per row between 1 and k - 1 that a step may verify.
 
-    The numbers of positions per row that adaptive verification chooses among grow by the golden ratio. Every number
+    Adaptive verification chooses among numbers of positions per row that grow by the golden ratio. Every number
     needs its own graphs, so there should be few. With powers of two, however, the best number would often be far from
     every available one.
     """

@@ -83,7 +83,7 @@ class DeviceRows:
                 del self._changed[row]
 
     def warm_up(self) -> None:
-        """Run on the padding row the writes that an admission needs."""
+        """Run the writes that an admission needs, using the padding row."""
         for size in group_sizes(self._max_rows):
             # Use copies of the defaults, because a replay may overwrite the inputs of the captured run.
             self._write([self._max_rows] * size, [self._defaults] * size)

@@ -39,7 +39,7 @@ class Method:
     reads_layers: bool = False
     """Whether the drafter reads hidden states from several target layers, unless the checkpoint disables this."""
     in_target: bool = False
-    """Whether the target's checkpoint contains the drafter's layers, so that users do not have to name a model."""
+    """Whether the target's checkpoint contains the drafter's layers. If so, users do not have to name a model."""
     remembers_requests: bool = False
     """Whether the drafter also uses the tokens of finished requests."""
     runs_on_last_stage: bool = False
@@ -182,5 +182,5 @@ RULES = {
     STRICT: AcceptanceRule(about="the output is the same as without drafts, token for token"),
     "standard": AcceptanceRule(about="rejection sampling: exact in distribution", needs_probs=True, in_vllm=True),
     "block": AcceptanceRule(about="exact in distribution, and accepts more", needs_probs=True, in_vllm=True),
-    SYNTHETIC: AcceptanceRule(about="for benchmarks: accepts at given rates, whatever the models output", in_vllm=True),
+    SYNTHETIC: AcceptanceRule(about="for benchmarks: accepts at given rates, regardless of the models", in_vllm=True),
 }

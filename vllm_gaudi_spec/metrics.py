@@ -70,9 +70,9 @@ AUDITS_SKIPPED = "gaudi_spec:audits_skipped"
 SERIES = {
     STEPS: Series("Steps of the worker (of rank 0) that had something to compute.", speculative=False),
     HOST_SYNCS: Series(
-        "Device-to-host syncs (of rank 0). Its rate over that of gaudi_spec:steps_total is the number of "
-        "syncs per step: at most 1, except universal_match slem and a grammar with universal_context retokenize, which "
-        "need a second, and prompt log-probabilities, which need one for every 64 tokens.",
+        "Device-to-host syncs (of rank 0). Divide the rate by that of gaudi_spec:steps_total to get the number of syncs"
+        " per step. This is at most 1, except that universal_match slem, and a grammar with universal_context "
+        "retokenize, need a second sync, and prompt log-probabilities need one for every 64 tokens.",
         speculative=False,
     ),
     PREFILL_TOKENS: Series(
@@ -85,7 +85,7 @@ SERIES = {
     COMPILED: Series(
         "Graphs compiled after warm-up (of rank 0), while requests waited: shapes missing from the warm-up or, if "
         "larger, the device's own count. The device is queried at every 16th step and when no request is left, so the "
-        "value may be up to 16 steps late. Should be 0.",
+        "value may be up to 16 steps late. It should be 0.",
         speculative=False,
     ),
     ROWS: Series(
@@ -94,12 +94,12 @@ SERIES = {
         NUM_DRAFTS,
     ),
     ROWS_BY_CHOICE: Series(
-        "The same requests, by the maximum number of drafts that they could have: the limit set by adaptive "
-        "verification and the schedule by batch size, or 0 once the drafter is switched off.",
+        "Requests that decoded in a step, by the maximum number of drafts that they could have: the limit set by "
+        "adaptive verification and the schedule by batch size, or 0 once the drafter is switched off.",
         NUM_DRAFTS,
     ),
     ROWS_WITHOUT_DRAFTS: Series(
-        "The same requests, but only those for which no draft was verified, by reason. "
+        "Requests that decoded in a step in which no draft was verified for them, by reason. "
         "request: it asked for no drafts. length: its context has reached the drafter's maximum, or the model's. "
         "ending: its next token is its last. load: the schedule by batch size allows no drafts. "
         "goodput: decoding without drafts was expected to be faster. "
@@ -122,7 +122,7 @@ SERIES = {
         "Steps whose drafts could not be used: the drafter failed, or returned an invalid token or number."
     ),
     DRAFTER_SWITCHED_OFF: Series(
-        "1 once the drafter is switched off until the restart, after three such steps in a row."
+        "1 if the drafter is switched off until a restart, after three steps in a row whose drafts could not be used."
     ),
     AUDITS: Series(
         "Finished requests that were decoded again without drafts (audit_every), by result. "

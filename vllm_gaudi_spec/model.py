@@ -74,7 +74,7 @@ def _replace_layers(model_config: ModelConfig, backend: DeviceBackend) -> None:
 
 
 def join_stage_tensors(output: Any) -> Any:
-    """Join the tensors that an early pipeline stage computes into one, [T, W]. Other outputs are returned unchanged."""
+    """Join the tensors computed by an early pipeline stage into one tensor [T, W]. Return other outputs unchanged."""
     if not isinstance(output, IntermediateTensors):
         return output
     return torch.cat([part_TH for _, part_TH in sorted(output.tensors.items())], dim=1)
@@ -118,7 +118,7 @@ class LoadedModel:
         self.vllm_config = vllm_config
         self._backend = backend
         self.group = group or get_tp_group()
-        # A drafter runs on one stage. With context parallelism refused, the other group has only this rank.
+        # A drafter runs on one stage. Context parallelism is refused, so the other group has only this rank.
         self.stages = get_pp_group() if group is None else get_pcp_group()
         self._packs = not backend.traits.captures
         self._is_in_step = ranks_in_step(vllm_config, model_config) > 1
@@ -321,7 +321,7 @@ class LoadedModel:
     def check_kv_is_written(self) -> None:
         """Check after warm-up that every layer whose KV is read has written KV.
 
-        A model with a layer that has not would generate noise, with and without drafts.
+        If a layer has not, the model generates noise, with and without drafts.
         """
         owners = self._layers.keys() & set(self._kv_owners.values())
         if unwritten := sorted(name for name in owners if not self._layers[name].impl.has_written):
@@ -332,7 +332,7 @@ class LoadedModel:
 
         `carried_TH` contains the target's hidden states that a head reads, or the previous pipeline stage's output.
         """
-        # Ranks that run in lockstep compute the same number of tokens, without knowing how many are real on others.
+        # Ranks that run in lockstep compute the same number of tokens, but do not know how many are real elsewhere.
         packs = self._packs and not self._is_in_step
         packed = Packed.from_counts(inputs.num_real_B, inputs.call.num_queries) if packs else None
         hidden = self._run_packed(inputs, carried_TH, packed)

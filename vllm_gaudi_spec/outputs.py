@@ -48,9 +48,9 @@ class SpecSchedulerOutput(SchedulerOutput):
     loaded_blocks: list[int] = field(default_factory=list)
     """KV blocks that a KV connector fills for requests, beginning with this step."""
     state_loads: dict[str, int] = field(default_factory=dict)
-    """Maps requests that start from a snapshot of recurrent state to the slot to read before the forward passes."""
+    """Slots to read before the forward passes, by request that starts from a snapshot of recurrent state."""
     state_saves: dict[str, int] = field(default_factory=dict)
-    """Maps requests whose recurrent state is saved to the slot that is written after the forward passes."""
+    """Slots to write after the forward passes, by request whose recurrent state is saved."""
     is_audit: bool = False
     """Whether the requests in the step belong to an audit. The scheduler reads this field when the step is done."""
     adaptive_step: AdaptiveStep | None = None

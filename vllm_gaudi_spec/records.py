@@ -126,7 +126,7 @@ class Planned:
     ends: list[int]
     """Maximum number of KV tokens in each row after the step, including the drafts that follow a decode."""
     finishes: list[bool]
-    """Whether the request in each row samples after the row, as it does unless its prompt continues later."""
+    """Whether the request in each row samples after that row. False if its prompt continues in a later row or step."""
 
     @classmethod
     def make_padding(cls, shape: Shape) -> Planned:

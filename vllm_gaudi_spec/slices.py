@@ -1,7 +1,7 @@
 """Splits prompt chunks into rows of equal length, so that prompts of any length can share a forward pass.
 
 A chunk takes as many consecutive rows of the padded batch as it has slices. Every layer writes the keys of all rows
-before any row attends, so that each slice also attends to earlier slices.
+before any row attends, so each slice also attends to earlier slices.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def keep_last_slices(rows_B: torch.Tensor, pad_row: int) -> torch.Tensor:
 
 
 def count_before_slices(rows_B: torch.Tensor, starts_B: torch.Tensor) -> torch.Tensor:
-    """Return, for each row, the number of tokens in its chunk that precede it in the same padded batch, int32 [B]."""
+    """Return the number of tokens that precede each row in its chunk and in the same padded batch, int32 [B]."""
     is_same_BB = rows_B[:, None] == rows_B
     first_B = torch.where(is_same_BB, starts_B, starts_B[:, None]).amin(dim=1)
     return starts_B - first_B

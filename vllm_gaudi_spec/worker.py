@@ -1,4 +1,4 @@
-"""The worker, which handles device start-up, the memory budget, and its life cycle. The model runner runs steps."""
+"""The worker, which handles device start-up, the memory budget, and its own life cycle. The model runner runs steps."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def attend(
     shape = (call.num_rows, spec.num_kv_heads, group, call.num_queries)
     weights = sums.weights_BL.view(shape)
     if spec.sinks_H is not None:
-        # Each row counts its sinks once. If a sink is far above the row's maximum, its weight is inf and the result 0.
+        # Each row counts its sinks once. If a sink far exceeds the row's maximum, its weight is inf and the result 0.
         row_max = sums.row_max[:-1].view(shape) * sums.scale
         weights = weights + torch.exp(expand_per_head(spec.sinks_H, spec).squeeze(-1) - row_max)
     # A row's maximum score adds 1 to the sum. Only queries without visible keys have a smaller sum; their result is 0.
@@ -248,7 +248,7 @@ def _apply_selection(
 
 
 def _cut(tensor: torch.Tensor, entries: range, dim: int = 0) -> torch.Tensor:
-    """Slice entries, or return the tensor itself if the slice covers it, so that a short list needs no slicing."""
+    """Return a slice of the entries, or the tensor itself if the slice covers all of them."""
     return tensor if len(entries) == tensor.shape[dim] else tensor.narrow(dim, entries.start, len(entries))
 
 

@@ -61,7 +61,7 @@ class AttentionLayerSpec:
     operations: Operations = field(default=PLAIN, compare=False, repr=False)
     """The layer's own modules if `layer_operations` or `kv_dtype` is set."""
     sinks_H: torch.Tensor | None = field(default=None, compare=False)
-    """Attention sinks: an additional score per head. Its value is zero, so it only takes a share of the softmax."""
+    """Attention sinks: an additional score per head. Its value vector is zero, so it affects only the denominator."""
     slopes_H: torch.Tensor | None = field(default=None, compare=False)
     """ALiBi slopes in float32: how much a key's score decreases per position between key and query."""
 
@@ -82,7 +82,7 @@ class AttentionLayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class FlatBlocks:
-    """The KV blocks of all rows in one list, so that work scales with their total number, not with the longest row.
+    """The KV blocks of all rows in one list. The work scales with the length of this list, not with the longest row.
 
     List entries are groups of neighboring blocks, in any order. Blocks that are not visible to any query in their row
     may be omitted. If no block has two owners, the list may instead describe the first blocks of the KV cache in order,

@@ -122,7 +122,7 @@ def is_in_reach(key_pos: torch.Tensor, query_pos: torch.Tensor, spec: AttentionL
     """Return the keys that are visible to each query according to positions alone.
 
     A query attends to the keys up to its own position, within its window or chunk. If the layer is not causal, later
-    keys are also visible, up to the window size if there is a window.
+    keys are also visible, within the window if there is one.
     """
     last = query_pos if spec.is_causal else query_pos + (spec.sliding_window or _NO_WINDOW) - 1
     seen = key_pos <= last
@@ -134,7 +134,7 @@ def is_in_reach(key_pos: torch.Tensor, query_pos: torch.Tensor, spec: AttentionL
 
 
 def group_queries(query_THD: torch.Tensor, call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
-    """Return queries as [B, K, G * Q, D], so that one matmul multiplies all queries of a KV head by its keys."""
+    """Return queries as [B, K, G * Q, D]. One matmul can then multiply all queries of a KV head by its keys."""
     group = spec.num_heads // spec.num_kv_heads
     query = query_THD.view(call.num_rows, call.num_queries, spec.num_kv_heads, group, spec.head_size)
     shape = (call.num_rows, spec.num_kv_heads, group * call.num_queries, spec.head_size)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def group_index_queries(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Return index queries [B, I, Q, R] and their weights [B, I, Q]."""
-    assert call.index is not None, "the layer has an indexer, and the call no queries of it"
+    assert call.index is not None, "the layer has an indexer, but the call has no index queries"
     query_TIR, weights_TI = call.index
     shape = (call.num_rows, call.num_queries)
     return query_TIR.unflatten(0, shape).transpose(1, 2), weights_TI.unflatten(0, shape).transpose(1, 2)

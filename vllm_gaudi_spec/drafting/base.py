@@ -71,7 +71,7 @@ class DrafterKVSync:
         """Handle a batch after the target's forward pass."""
 
     def before_round(self, sampled: SampledRows, max_drafts_np: np.ndarray, batch: DraftBatch | None) -> None:
-        """Write the drafter's KV for tokens that it needs before drafting. Called after each verification.
+        """Write the drafter's KV for tokens that must have KV before drafting. Called after each verification.
 
         Args:
             max_drafts_np: Current maximum number of drafts for each request.
@@ -130,7 +130,7 @@ class ReadBlocks:
     """Tracks the KV blocks that a drafter has read.
 
     To share blocks between requests, vLLM considers only the target's KV. The drafter's KV for a block may be missing
-    if drafting was disabled for that request or because of the load. Such a block is recorded as unread.
+    if drafting was disabled, for one request or because of the load. Such a block is recorded as unread.
     """
 
     def __init__(self, requests: Requests, num_blocks: int, groups: list[int], *, keeps_up: bool = False) -> None:
@@ -164,7 +164,7 @@ class ReadBlocks:
         self._read_np[block_ids] = max(self._sizes, default=0) if self._keeps_up else 0
 
     def clear_new(self) -> None:
-        """Initialize blocks that rows have received since the last call, which may have held other tokens."""
+        """Initialize the blocks that rows have received since the last call. They may have held other tokens."""
         for table, counts, seen, size in zip(self._tables, self._counts, self._seen, self._sizes, strict=True):
             for row in np.flatnonzero(counts > seen):
                 self._read_np[table[row, seen[row] : counts[row]]] = size if self._keeps_up else 0
@@ -248,7 +248,7 @@ class DraftingContext:
 
     @property
     def drafter_max_len(self) -> int:
-        """The maximum context length up to which the drafter stores KV in the target's blocks."""
+        """The context length up to which the drafter stores KV in the target's blocks."""
         return min(self.speculation.drafter_max_len or self.max_model_len, self.max_model_len)
 
     @property
@@ -258,7 +258,7 @@ class DraftingContext:
         return size
 
     def make_read_blocks(self, *, keeps_up: bool) -> ReadBlocks:
-        """Return a tracker for the blocks that contain the drafter's KV. `ReadBlocks` describes `keeps_up`."""
+        """Return a tracker for the blocks that contain the drafter's KV. See `ReadBlocks` for `keeps_up`."""
         assert self.drafter is not None
         names = set(self.drafter.layer_names)
         groups = [index for index, layers in enumerate(self.kv_cache.layer_groups) if names & set(layers)]
@@ -275,9 +275,9 @@ class Drafting:
     verifies_drafts = False
     """Whether steps report how many drafts they verified."""
     reports_drafts = False
-    """Whether `propose` drafts tokens, so that a step's report may include them."""
+    """Whether `propose` drafts tokens. If so, a step's report may include them."""
     lookahead = 0
-    """The number of additional tokens for which a decode needs KV blocks, so that the drafter can write their KV."""
+    """The number of additional tokens for which a decode needs KV blocks, because the drafter writes their KV."""
     pass_drafts: tuple[int, ...] = (0,)
     """The numbers of drafts per row that a sampling pass may generate itself. With 0, `propose` generates them."""
     pass_error: Exception | None = None

@@ -5,7 +5,8 @@ last of the k draft tokens has no KV. If all drafts are accepted, the drafter th
 tokens. For this reason, the first forward pass in drafting always processes the two newest tokens.
 
 `DraftModelKVSync` tracks the number of tokens that the drafter has read in each row. The device has exact numbers. The
-host has lower bounds, because drafts may be in flight. They determine which rows must catch up, in which shapes.
+host has lower bounds, because drafts may be in flight. These bounds determine which rows must catch up, and in which
+shapes.
 """
 
 from __future__ import annotations

@@ -171,7 +171,10 @@ class HeadKVSync(DrafterKVSync):
         blocks: Blocks,
         ahead: int = 1,
     ) -> Inputs:
-        """Return inputs for positions from `starts_B` to the head's last, with tokens `ahead` positions later."""
+        """Return inputs for the positions from `starts_B` to the head's last one.
+
+        Each position is paired with the token that is `ahead` positions later.
+        """
         num_real_B = torch.minimum(counts_B, self._max_len - starts_B).clamp(min=0).int()
         starts_B = torch.where(num_real_B > 0, starts_B, 0)
         offsets_Q = torch.arange(queries, dtype=torch.int32, device=rows_B.device)

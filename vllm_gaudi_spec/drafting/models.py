@@ -79,7 +79,7 @@ def _get_drafter_group(vllm_config: VllmConfig, target: LoadedModel) -> GroupCoo
 
 
 def _without_stages(vllm_config: VllmConfig) -> VllmConfig:
-    """Return a copy of the configuration, from which vLLM's head classes derive layer names that no target layer has.
+    """Return a copy of the configuration that makes vLLM's head classes use layer names that no target layer has.
 
     A head's first layer is numbered after the target's layers, but vLLM counts only those of this pipeline stage.
     """

@@ -5,7 +5,7 @@ hidden state, and state j + 1 is layer j's output at the same position, which pr
 its own KV at every position.
 
 The inputs to layer j at the j newest positions depend on drafts. `ChainedKVSync` therefore runs each layer only up to
-these positions, so that each layer is one position behind the previous one. It also keeps the state that each layer
+these positions, which leaves each layer one position behind the previous one. It also keeps the state that each layer
 reads first in the next step. The remaining positions are read while drafting: before draft j, layer j reads the j
 newest positions, whose tokens are the drafts so far. The next call of the KV sync overwrites the KV of these positions.
 
@@ -224,7 +224,7 @@ class ChainedKVSync(HeadKVSync):
         super().__init__(layers[0], context, row_limits)
         self._layers = layers
         self._unread_RH = [torch.zeros_like(self._carried_RH) for _ in layers[1:]]
-        """For each layer except the first, each row's state at the first position that the layer has not read."""
+        """The state of each row at the first position that a layer has not read, for every layer except the first."""
         self._starts = DeviceRows(self._requests.backend, self._requests.pad_row, np.zeros(2, dtype=np.int32))
         """Two numbers per row: the first position computed since admission, before which no states are known, and the
         number of tokens at admission."""

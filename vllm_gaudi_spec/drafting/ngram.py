@@ -2,7 +2,7 @@
 
 The match is the most recent earlier occurrence of the longest repeated suffix with min_ngram to max_ngram tokens. A
 match that is d tokens before the end suggests a period of d, so the drafts repeat the last d tokens. In a loop, the
-most recent match is one period back, so that the maximum number of tokens can be drafted. If a passage is repeated with
+most recent match is one period back, so the maximum number of tokens can be drafted. If a passage is repeated with
 changes, its latest version is a better predictor than its first one.
 
 Dimensions: B rows, K drafts, M tokens of history.

@@ -1,4 +1,4 @@
-"""Drafting on the device, between verification and the step's report. This supports async scheduling."""
+"""Drafting on the device, between verification and the step's report. Device drafters support async scheduling."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class DeviceDrafting(Drafting):
         self._kv_sync = kv_sync
         self.reports_drafts = kv_sync.has_kv
         if not kv_sync.has_kv:
-            # With a fixed k and no model, drafting takes less time than more graphs for sampling passes without drafts.
+            # Drafting a fixed k without a model takes less time than extra graphs for sampling passes without drafts.
             always = context.drafter is None and len(speculation.widths) == 1
             self.pass_drafts = (self._num_drafts,) if always else (0, self._num_drafts)
         self._draft_rows = requests.backend.graphs.graph(self._draft_on_device)

@@ -88,7 +88,7 @@ class ParallelModelKVSync(DraftModelKVSync):
     """KV sync for a draft model that, while drafting, writes KV for the tokens of a row but not for draft tokens."""
 
     def count_read(self, rows_B: torch.Tensor) -> torch.Tensor:
-        """For each row, return the number of tokens that the drafter has read, int32 [B]."""
+        """Return the number of tokens that the drafter has read in each row, int32 [B]."""
         return self._reach_R.index_select(0, rows_B)
 
     def limit_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class ParallelModelKVSync(DraftModelKVSync):
 
 
 class ParallelHeadProposer(HeadProposer):
-    """Drafts with a head whose KV sync has already read each row's newest token, so that only mask tokens are left.
+    """Drafts with a head whose KV sync has already read each row's newest token, so only mask tokens are left.
 
     Each mask token is paired with a learned hidden state instead of the target's. Drafting takes one forward pass over
     [B, k - 1] tokens.
@@ -135,7 +135,7 @@ class ParallelHeadProposer(HeadProposer):
         """Return hidden states, [B, H], for each column of mask tokens."""
         shape = (len(request.rows_B), request.num_drafts - 1)
         num_masks_B = (request.max_drafts_B - 1).clamp(min=0)
-        # As in `HeadProposer.propose`, the head's positions are one less than the target's.
+        # The head's positions are one less than the target's, as in `HeadProposer.propose`.
         starts_B = torch.where(num_masks_B > 0, request.lengths_B - 1, 0)
         masks_BQ = torch.full(shape, self._mask_token, dtype=torch.int32, device=starts_B.device)
         inputs = build_rectangle(masks_BQ, starts_B, num_masks_B, request.blocks, request.row_operations)

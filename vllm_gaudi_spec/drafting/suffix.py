@@ -3,8 +3,8 @@
 Each suffix of the text is looked up in the text itself and in the responses of finished requests. A path begins after a
 suffix of m tokens and repeatedly appends the most frequent next token. It ends when the next token would lower the
 probability of the whole path below min_token_prob, when it has max_spec_factor * m tokens, or when suffix and path
-together have max_tree_depth tokens. The path with the largest sum of probabilities, which is the expected number of
-accepted drafts, is chosen.
+together have max_tree_depth tokens. The draft is the path with the largest sum of probabilities, which is its expected
+number of accepted tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SuffixProposer:
         self.min_token_prob = min_token_prob
         self._cache = SuffixCache(max_tree_depth, max_cached_requests)
         self._fed: dict[str, tuple[int, np.ndarray]] = {}
-        """Maps each active request to its prompt length and its tokens that are in the cache."""
+        """Maps each active request to its prompt length and to those of its tokens that are in the cache."""
 
     @classmethod
     def build(cls, context: DraftingContext) -> SuffixProposer:

@@ -66,7 +66,7 @@ EMULATED_GENERATION = Variable(
     "VGS_EMULATED_GENERATION", GAUDI2, "the card that hpu-emulated emulates: gaudi2 or gaudi3"
 )
 EMULATOR = Variable(
-    "VGS_EMULATOR", "hostile", "kind lets hpu-emulated accept what fails only on some cards or releases"
+    "VGS_EMULATOR", "hostile", "kind lets hpu-emulated accept operations that fail only on some cards or releases"
 )
 TORCH_NPU = Variable(
     "VGS_TORCH_NPU",
@@ -111,7 +111,7 @@ ROW_PARALLEL_CHUNKS = Variable(
 ROW_PARALLEL_CHUNK_THRESHOLD = Variable(
     "VLLM_ROW_PARALLEL_CHUNK_THRESHOLD",
     "8192",
-    "on a Gaudi: the minimum number of tokens in a forward pass that is split in this way",
+    "on a Gaudi: the minimum number of tokens for VLLM_ROW_PARALLEL_CHUNKS to have an effect",
 )
 VISIBLE_GAUDIS = Variable("HABANA_VISIBLE_DEVICES", "all", "in a container: the Gaudis that it sees")
 VISIBLE_MODULES = Variable("HABANA_VISIBLE_MODULES", "all", "which Gaudis this process may open, by module")
@@ -120,9 +120,13 @@ TASK_QUEUE = Variable(
     "TASK_QUEUE_ENABLE", "1", "on an NPU: 2 is not supported, because torch_npu then cannot capture graphs"
 )
 NPU_ALLOCATOR = Variable(
-    "PYTORCH_NPU_ALLOC_CONF", "none", "on an NPU: pin_memory_expandable_segments is not supported, for the same reason"
+    "PYTORCH_NPU_ALLOC_CONF",
+    "none",
+    "on an NPU: pin_memory_expandable_segments is not supported, because graphs then cannot be captured",
 )
-LAUNCH_BLOCKING = Variable("ASCEND_LAUNCH_BLOCKING", "0", "on an NPU: 1 is not supported, for the same reason")
+LAUNCH_BLOCKING = Variable(
+    "ASCEND_LAUNCH_BLOCKING", "0", "on an NPU: 1 is not supported, because graphs then cannot be captured"
+)
 PROMPT_MASKS = Variable(
     "VGS_NPU_PROMPT_MASKS",
     "compressed",
@@ -246,7 +250,7 @@ def cache_folder() -> Path:
 def name_process_group(init_method: str) -> None:
     """Set the name by which processes find each other for vLLM's CPU collectives over shared memory.
 
-    Ranks that do not share memory get different names, so that vLLM uses gloo between them.
+    Ranks that do not share memory get different names, which makes vLLM use gloo between them.
     """
     group = init_method.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
     os.environ["VLLM_DIST_IDENT"] = f"{group}-{_identify_shared_memory()}"

@@ -63,7 +63,7 @@ class TokenSlots:
 
     @property
     def are_set(self) -> bool:
-        """Whether slots are set. This is not the case when a drafter calls a layer that it shares with the target."""
+        """Whether slots are set. They are not set while a drafter calls a layer that it shares with the target."""
         return self._mask_TC is not None
 
     def mask_columns(self, columns_TNC: torch.Tensor) -> torch.Tensor:

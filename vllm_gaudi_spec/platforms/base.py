@@ -146,7 +146,7 @@ class SpecPlatform(Platform):
 
     @classmethod
     def can_update_inplace(cls) -> bool:
-        """Return False, so that layers with LoRA adapters use the sum that is returned to them."""
+        """Return False. Layers with LoRA adapters then use the sum that is returned to them."""
         return False
 
     @classmethod
@@ -341,7 +341,7 @@ def _disable_hybrid_kv_manager(vllm_config: VllmConfig) -> None:
     """Disable the hybrid KV cache manager for models whose layers have KV of different shapes.
 
     vLLM lets groups of layers share memory, but on these devices, KV is stored in typed tensors. Without groups, each
-    layer has separate memory, and sliding windows do not reduce the amount.
+    layer has separate memory, and sliding windows do not save any.
     """
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if model is None or model is not get_target_config(vllm_config) or scheduler.disable_hybrid_kv_cache_manager:

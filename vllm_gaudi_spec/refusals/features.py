@@ -239,7 +239,7 @@ _USELESS_LORA_OPTIONS = (
 
 
 def _is_dequantized(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceBackend) -> bool:
-    """Whether a model has the same layers as an unquantized one because its weights are dequantized while loading."""
+    """Whether a model's weights are dequantized while loading, so its layers are those of an unquantized model."""
     requested = Options.from_vllm(vllm_config).weight_kernels
     return model.quantization == DEQUANTIZED and not is_native(
         format_of(model), model.dtype, requested, backend.weights

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
 
-# Maximum ratio of a bucket to the required size. Lists that servers share stay below this ratio; typos exceed it.
+# Maximum ratio of a bucket to the required size. A list shared by several servers stays below it; a typo exceeds it.
 _MAX_RATIO, _SMALL = 64, 256
 
 
@@ -20,8 +20,7 @@ def refuse_waste(name: str, buckets: tuple[int, ...], needed: int, option: str) 
 
 
 def geometric(smallest: int, largest: int, growth: float) -> tuple[int, ...]:
-    """Return multiples of `smallest`, each at most about `growth` times the previous one. `largest` fits in the
-    last."""
+    """Return multiples of `smallest`, each at most about `growth` times the previous one, up to at least `largest`."""
     buckets = [smallest]
     while buckets[-1] < largest:
         buckets.append(max(buckets[-1] + smallest, _round_down(int(buckets[-1] * growth), smallest)))
@@ -30,10 +29,10 @@ def geometric(smallest: int, largest: int, growth: float) -> tuple[int, ...]:
 
 
 def divided_powers(smallest: int, largest: int, step: int, parts: int) -> tuple[int, ...]:
-    """Return powers of two from `smallest` on, and divide each interval between them into at most `parts` equal steps.
+    """Return powers of two that start at `smallest`, and sizes that divide the intervals between them.
 
-    Each step is at least `step`. If `step` is 0, the result contains only powers of two. The last size is `largest`
-    rounded up to a multiple of `smallest`.
+    Each interval is divided into at most `parts` equal steps, each of which is at least `step`. If `step` is 0, the
+    result contains only powers of two. The last size is `largest` rounded up to a multiple of `smallest`.
     """
     lengths = [smallest]
     while lengths[-1] < largest:

@@ -101,7 +101,7 @@ class DeviceStep:
         """Compute logits at the positions to sample, apply the acceptance rule, and advance the rows.
 
         Return the verification, the rows (an input of `drafts`), the drafts if this sampling pass generates them, and
-        the packed report. Most steps send this report, so that packing it here saves a separate graph.
+        the packed report. Most steps send this report, so packing it here saves a separate graph.
         """
         rows_B, max_drafts_B, position_list, grammars = sample_pass.split()
         num_queries = sample_pass.shape.queries
@@ -124,7 +124,7 @@ class DeviceStep:
             )
         last_B = positions_BQ[:, 0]
         lengths_B = last_B + 1 + verification.num_sampled_B
-        if self._drafting.verifies_drafts:  # before `advance` clears the drafts of the rows
+        if self._drafting.verifies_drafts:  # count them before `advance` clears them
             reported_B = self._requests.count_reported_drafts(rows_B, acceptable_B)
             verification = verification._replace(num_drafts_B=reported_B)
         self._requests.advance(rows_B, last_B, verification)
@@ -136,5 +136,5 @@ class DeviceStep:
         return verification, rows_B, drafts, pack_report(verification, drafts)
 
     def _drafts(self, rows_B: torch.Tensor, num_drafts: int) -> Drafts:
-        """Return the drafts of the rows that sampled, in order to copy them to the host."""
+        """Return the drafts of the rows that sampled, to be copied to the host."""
         return self._requests.drafts(rows_B, num_drafts)

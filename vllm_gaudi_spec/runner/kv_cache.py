@@ -1,4 +1,4 @@
-"""The KV cache, which is allocated as the engine has planned, and the function that copies its blocks."""
+"""The KV cache, allocated according to the engine's plan, and the function that copies its blocks."""
 
 from __future__ import annotations
 

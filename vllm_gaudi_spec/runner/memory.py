@@ -73,7 +73,7 @@ class WarmUpMemory:
         )
 
     def _estimate_kept(self, job: Job) -> int:
-        """Return the number of bytes that a run will probably keep: the average for its kind so far, or 0 without any.
+        """Return the number of bytes that a run will probably keep: the average for its kind so far, or 0 initially.
 
         The largest runs of each kind are first, so this is an upper bound.
         """

@@ -141,7 +141,7 @@ class ModelRunner(RunnerParts):
         """Return the maximum number of drafts that this step may verify for each request.
 
         With async scheduling, a -1 in the scheduler's output is a placeholder for a draft that exists only on the
-        device. Without async scheduling, it is padding, and every pipeline stage verifies all other drafts.
+        device. Without async scheduling, -1 is padding, and every pipeline stage verifies all other drafts.
         """
         by_id = scheduled.scheduled_spec_decode_tokens
         if not self.async_scheduling:
@@ -215,7 +215,7 @@ class ModelRunner(RunnerParts):
         return StepResult(batch.requests, verification, rows_B, packed, signature=signature, drafts=drafts)
 
     def send_and_propose(self, step: StepResult, sampled: SampledRows, branch: Branch, max_drafts: int) -> Report:
-        """Send the sampled tokens to the host before the drafter runs, so that they do not wait for drafting.
+        """Send the sampled tokens to the host before the drafter runs, so that clients do not wait for drafting.
 
         If the host also needs the drafts, tokens and drafts are sent in one copy after drafting, so that the step still
         has only one device-to-host sync.

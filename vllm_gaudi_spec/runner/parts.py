@@ -188,7 +188,7 @@ class RunnerParts:
         """Whether decodes may read KV blocks in place.
 
         Without a prefix cache, a block belongs to one request at most, and the scheduler assigns the first free block.
-        KV cache groups share the blocks, so that each group would read those of the others.
+        If there are several KV cache groups, they share the blocks, so each group would also read the others' blocks.
         """
         return (
             self.backend.traits.flat_decode

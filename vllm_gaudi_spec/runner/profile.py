@@ -1,7 +1,7 @@
 """The profile run, which measures the peak memory of the largest steps in order to choose the size of the KV cache.
 
-Steps run on padding without being captured, and the KV cache has only a few blocks. These steps are as large as in a
-warm-up in which the KV cache has all of the remaining memory, which is slightly more than it will get.
+Steps run on padding without being captured, and the KV cache has only a few blocks. Their sizes are those of a warm-up
+whose KV cache has all of the remaining memory, slightly more than the cache will actually get.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _largest(jobs: Iterator[Job]) -> Iterator[Job]:
     """Yield two of the largest runs of each kind: one with the longest context and one with the most complex branch.
 
     The first run of a kind has the longest context, and the last has the most complex branch. If both are the same run,
-    it is yielded twice, so that ranks whose lists have different lengths run the same number.
+    it is yielded twice, so that all ranks perform the same number of runs.
     """
     by_kind: dict[str, list[Job]] = {}
     for job in jobs:

@@ -134,7 +134,7 @@ class Report(AsyncModelRunnerOutput):
     """
 
     def __init__(self, sent: StepResult, wait: Wait | None) -> None:
-        """Create the report. `wait` returns all tensors in `sent` as one host tensor, and is None if there are none."""
+        """Create the report. `wait` returns all tensors in `sent` as one host tensor. It is None if `sent` has none."""
         self._sent = sent  # the tensors are on the device; other fields may be set until `get_output` is called
         self._wait = wait
         self.step: StepResult | None = None

@@ -370,10 +370,10 @@ class Requests:
         self.put_drafts(rows_B, self.lengths(rows_B), Drafts(tokens_BK, num_drafts_B.squeeze(1)))
 
     def put_scheduled_tokens(self, rows_B: torch.Tensor, starts_B: torch.Tensor, more_BX: torch.Tensor) -> None:
-        """Write what another pipeline stage sampled and drafted.
+        """Write the tokens that another pipeline stage sampled and drafted.
 
-        Each row of `more_BX` holds the number of drafts, followed by the newest token, at position `starts_B`, and the
-        drafts.
+        Each row of `more_BX` holds the number of drafts, the newest token (whose position is `starts_B`), and the
+        drafts, in this order.
         """
         num_drafts_B1, tokens_BQ = more_BX.split([1, more_BX.shape[1] - 1], dim=1)
         num_drafts_B = num_drafts_B1.squeeze(1)

@@ -1,6 +1,6 @@
 """Sleep, wake-up, and weight updates.
 
-Tensors keep their identity, so that captured steps stay valid. Only their memory is freed, reallocated, or overwritten.
+Tensors keep their identity, so captured steps stay valid. Only their memory is freed, reallocated, or overwritten.
 """
 
 from __future__ import annotations

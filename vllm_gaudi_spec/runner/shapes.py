@@ -168,7 +168,7 @@ class Shapes:
         )
 
     def change_length(self, max_len: int, backend: DeviceBackend) -> Shapes:
-        """Return shapes for the same batches but with rows of up to `max_len` tokens, which use block tables."""
+        """Return shapes for the same batches, but for rows of up to `max_len` tokens and only with block tables."""
         # A step of the drafter may read one more token than a verify step.
         widest = max(self.longest_chunk, self.decode_queries[-1] + 1)
         return replace(
@@ -305,7 +305,7 @@ class Shapes:
         return parts
 
     def _split_rows(self, counts: Sequence[int]) -> list[int]:
-        """Return, for each chunk, how many chunks to pad together at the lowest cost if a batch begins with it."""
+        """Return the size of the cheapest padded batch that begins with each chunk, as a number of chunks."""
         queries = [self.fit_queries(count) for count in counts]
         most_rows = [self.prefill_rows_at(count) for count in counts]
         padded_rows = [fit(self.prefill_rows, size) for size in range(self.prefill_rows[-1] + 1)]
@@ -325,7 +325,7 @@ class Shapes:
         return sizes
 
     def _split_slices(self, counts: Sequence[int]) -> list[int]:
-        """For each chunk, return the number of chunks in the cheapest batch of slices that begins with the chunk."""
+        """Return the size of the cheapest batch of slices that begins with each chunk, as a number of chunks."""
         listed_np = np.array(self.slice_rows)
         total_np = np.cumsum([0, *(-(-count // self.slice_tokens) for count in counts)])
         costs_np, sizes = np.zeros(len(counts) + 1), [1] * len(counts)
@@ -444,14 +444,13 @@ class SampleShapes:
 
 
 def _thin_out(sizes: tuple[int, ...], branch: Branch, at_least: int = 1) -> tuple[int, ...]:
-    """Return every second or fourth size for branches that few requests need, and at most every `at_least`-th size."""
+    """Return every n-th size, where n is 2 or 4 for branches that few requests need, and never less than `at_least`."""
     step = 4 if branch.is_rarest else 2 if branch.is_full else 1
     return sizes[:: -max(step, at_least)][::-1]
 
 
 def _halve(largest: int, smallest: int) -> tuple[int, ...]:
-    """Return `largest` and its repeated halves that are at least `smallest`, so that a full batch with drafts fits
-    exactly."""
+    """Halve `largest` repeatedly, down to `smallest`, and return all sizes. A full batch with drafts fits exactly."""
     sizes = [largest]
     while sizes[-1] >= 2 * smallest:
         sizes.append(-(-sizes[-1] // 2))
@@ -480,8 +479,8 @@ _SMALLEST_RANGE = 8
 """The smallest number of blocks that a decode reads in place. A step with fewer would hardly be faster."""
 
 _COST_OF_GATHERING = 2
-"""The number of blocks that a decode attends to in place in about the time that one gathered block takes. A gathered
-block is read, written and read again, but its scores are computed only once."""
+"""The number of blocks that a decode can attend to in place in about the time that it takes for one gathered block. A
+gathered block is read, written and read again, but its scores are computed only once."""
 
 
 def _entries(

@@ -1,8 +1,8 @@
 """The runner of pipeline stages before the last one.
 
 These stages compute their layers for the same batches as the last stage, which has the drafter, samples, and reports.
-They learn what it sampled and drafted from the scheduler, together with the step that computes these tokens. This is
-also how vLLM's runner for platforms works, and it requires scheduling without async scheduling.
+The scheduler sends them the tokens that the last stage sampled and drafted, together with the step that computes these
+tokens. vLLM's runner for platforms works in the same way. This protocol requires synchronous scheduling.
 """
 
 from __future__ import annotations

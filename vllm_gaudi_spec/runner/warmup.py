@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _TIMED_STEPS, _TIMED_ROUNDS = 3, 3
-"""Number of decodes per measurement, which are averaged, and number of measurements, of which the fastest is used."""
+"""Number of decodes to average in a measurement, and number of measurements. Only the fastest measurement counts."""
 _MAX_SLOWDOWN = 1.03
-"""Ratio of a decode's time to that of a larger one above which its size is dropped."""
+"""A size is dropped if its decode takes more than this factor times as long as a larger decode."""
 
 
 def jobs(runner: ModelRunner) -> Iterator[Job]:
@@ -91,7 +91,7 @@ def warm_up(runner: ModelRunner) -> None:
     )
     if shapes.computes_padding:
         logger.info(
-            "If the lengths of prompt chunks are evenly distributed, %.0f %% of the tokens in their forwards are "
+            "If the lengths of prompt chunks are evenly distributed, %.0f %% of the tokens computed for them are "
             "padding%s.",
             100 * expected_padding(shapes.chunk_lengths),
             f", in slices of {shapes.slice_tokens} tokens" if shapes.slice_tokens else "",
@@ -183,7 +183,7 @@ def _time_runs(runner: ModelRunner, run: Callable[[], None]) -> float:
 
 
 def _time_steps(runner: ModelRunner, widths: tuple[int, ...], max_tokens: int) -> dict[int, list[float]]:
-    """Return, for each number of rows, the seconds that a decode on padding takes with each number of drafts per row.
+    """Return the seconds that a decode on padding takes, by number of rows and then by number of drafts per row.
 
     There is no graph yet for decodes of more than `max_tokens` tokens, so their times are extrapolated from fewer rows.
     Measurements alternate between numbers of drafts, so that a brief pause does not make one look slow.

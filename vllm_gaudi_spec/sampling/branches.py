@@ -104,8 +104,8 @@ class Branch(NamedTuple):
         others share the `full` branches: logit edits, penalties, masks, log-probabilities, and larger values of top-k.
 
         Args:
-            joint: Whether to use an even smaller set. This is for rules that read all positions of a row together,
-                because these rules need separate graphs for verify steps that sample.
+            joint: Whether to use an even smaller set. Rules that read all positions of a row together require it,
+                because they need separate graphs for verify steps that sample.
         """
         usual_length = usual_list_length(vocab_size)
         is_full = any(self._replace(random=False, min_p=False, top_k=0, top_p=0)) or self.top_k > usual_length

@@ -163,7 +163,7 @@ class _SortedBlocks:
             tokens_NGST = tokens_NGST.masked_fill(tokens_NGST < floor_N1[..., None, None], NEG_INF)
         sums_NGS = (tokens_NGST - peak_N111).exp().sum(-1)
         before_NGS = sums_NGS.cumsum(-1) - sums_NGS
-        # Sums at pivots below the floor may include tokens below the floor. They reach the target even without these.
+        # Sums at pivots below the floor may include tokens below the floor. Such sums reach the target in any case.
         partial_NGM = ((self._divided_NGMT - peak_N111).exp() * self._is_above_NGMT).sum(-1)
         whole_NGM = before_NGS.flatten().index_select(0, self._index).view(partial_NGM.shape)
         target_N1 = top_p_N1 * sums_NGS.sum((1, 2))[:, None]

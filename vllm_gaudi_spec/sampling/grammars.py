@@ -61,7 +61,7 @@ def _make_masks(batch: SampleBatch, grammars: dict[str, Grammar], mask_words: in
     mask = np.full((*row_BQ.shape, mask_words), -1, dtype=np.int32)
     for index, request in enumerate(batch.requests):
         if (grammar := grammars.get(request.req_id)) is not None:
-            # vLLM may pad a new request with draft placeholders, so that there are more masks than positions.
+            # vLLM may pad a new request with draft placeholders, so there may be more masks than positions.
             where = np.nonzero((row_BQ == index) & (query_BQ < len(grammar.mask_NW)))
             mask[where] = grammar.mask_NW[query_BQ[where], :mask_words]
     return mask

@@ -1,6 +1,6 @@
 """Counter-based noise: a hash of (request seed, absolute position, stream, token ID).
 
-The hash uses wrapping 32-bit arithmetic with logical shifts, so that the result depends neither on the device nor on
+The hash uses wrapping 32-bit arithmetic with logical shifts, so the result depends neither on the device nor on
 the batch or the number of drafts. Each use of noise has its own stream, because an acceptance rule would be lossy if
 two uses had the same noise. The only exception is intentional: coupled drafts use the target's stream.
 """

@@ -27,7 +27,7 @@ def mask_real_drafts(drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor, vocab:
 def compute_ratios(
     probs_BKV: torch.Tensor, draft_probs_BKV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor
 ) -> torch.Tensor:
-    """Return the finite ratio p / q for each draft, or 0 if the draft is not real or its draft probability is 0."""
+    """Return the finite ratio p / q for each draft, or 0 for padding and for drafts whose draft probability is 0."""
     vocab = probs_BKV.shape[2]
     index = drafts_BK.clamp(0, vocab - 1).long()[..., None]
     p = probs_BKV.gather(2, index).squeeze(2)

@@ -45,7 +45,7 @@ def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule
     """Return the acceptance rule that the user has chosen.
 
     If drafts have no probabilities, their distributions are one-hot, and all exact rules sample from the same
-    distribution. In this case, the strict rule runs, the only one that preserves the tokens of seeded requests.
+    distribution. In this case, the strict rule runs, because only this rule preserves the tokens of seeded requests.
     """
     rules = backend.rules
     strict = partial(_verify_strict, rules)

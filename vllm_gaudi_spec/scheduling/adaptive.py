@@ -16,9 +16,9 @@ import numpy as np
 _FORGET = 0.95
 """Factor by which each new observation of a request reduces the weight of earlier observations."""
 _FORGET_IDLE = 0.98
-"""Like `_FORGET`, but for a step without drafts. The estimate slowly reverts, so that drafting is retried."""
+"""Replaces `_FORGET` in a step without drafts. The estimate slowly reverts to the average, so drafting is retried."""
 _FORGET_ALL = 0.998
-"""Like `_FORGET`, but for the overall acceptance rate."""
+"""Replaces `_FORGET` in the overall acceptance rate."""
 _PRIOR = 6.0
 """Weight of the overall acceptance rate in the estimate for a request, as a number of drafts."""
 _LOWEST_RATE = 0.05

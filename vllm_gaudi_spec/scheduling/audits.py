@@ -1,8 +1,8 @@
 """Audits, which run one in N requests again without drafts while the engine is idle and compare the outputs.
 
 Audit requests run in the engine under a separate client index, `AUDITOR`, and the scheduler removes their outputs
-before these reach a client. Audit requests run only while no client has a request. A new client request aborts all
-audit requests immediately, and these are restarted later.
+before they reach a client. Audit requests run only while no client has a request. A new client request aborts all
+audit requests immediately. They are restarted later.
 """
 
 from __future__ import annotations

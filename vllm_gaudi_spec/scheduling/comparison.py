@@ -4,7 +4,7 @@ A comparison is a generator that yields requests to run without drafts, receives
 A comparison can be closed at any time and started again.
 
 Comparisons work for the strict acceptance rule, and for every rule at temperature 0. In these cases, decoding generates
-the same tokens with and without drafts, except in the case of ties.
+the same tokens with and without drafts, except for ties.
 """
 
 from __future__ import annotations

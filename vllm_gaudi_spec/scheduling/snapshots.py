@@ -5,7 +5,7 @@ store for a prefix is the state after its last token. If a prompt chunk ends at 
 state to a slot. A prefix cache hit ends at the last block boundary that has both KV blocks and a snapshot.
 
 A slot is read before the forward passes of a step and written after them, and the device runs steps in the order in
-which they are scheduled. A slot may therefore be reused as soon as the step that reads it has been scheduled, so that
+which they are scheduled. A slot may therefore be reused as soon as the step that reads it has been scheduled, and
 no slot has to be pinned.
 """
 
@@ -94,8 +94,8 @@ class Snapshots:
         if key is None or key in self._slots:
             return None
         self._slots[key] = slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
-        # Few prompts will start at the end of an arbitrary chunk of a long prompt. Such a snapshot is replaced next, so
-        # that if slots are scarce, all of these snapshots share one slot.
+        # Few prompts will start at the end of an arbitrary chunk of a long prompt. Such a snapshot is the first to
+        # be replaced. If slots are scarce, all of these snapshots therefore share one slot.
         if end < self._last_boundary(request) and end != self._round_down(request.shared_prefix_boundary):
             self._slots.move_to_end(key, last=False)
         return slot

@@ -2,9 +2,9 @@
 
 `python -m vllm_gaudi_spec.tools.demo_model` prints the path of the folder and shows progress on stderr.
 
-The wheel contains a Q4_1 GGUF file, which is dequantized to bfloat16, the format with which the demo's drafters were
-trained. The folder is built under another name, flushed to disk, and then renamed, so that it is either complete or
-does not exist. A manifest in it lists every file and its size.
+The wheel contains a Q4_1 GGUF file, which is dequantized to bfloat16, the format in which the demo's drafters were
+trained. The folder is built under another name, flushed to disk, and then renamed, so it is never incomplete. Its
+manifest lists every file with its size.
 """
 
 import argparse

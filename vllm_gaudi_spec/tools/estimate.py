@@ -14,10 +14,10 @@ from typing import Any
 from vllm_gaudi_spec.tools.io import output
 
 DESCRIPTION = """\
-Estimate the time of decode steps on a Gaudi, with and without drafts. For comparison, also estimate them with attention
-block by block and float32 scores, and as in vllm-gaudi: with one query per row, and with contiguous KV that is not
-copied, which it has without a prefix cache. The same constants predict figures that Intel published. No card is needed:
-nothing was measured here, and nothing was fitted to the figures.
+Estimate the time of decode steps on a Gaudi, with and without drafts. For comparison, the same steps are also estimated
+with attention that reads one block at a time and uses float32 scores, and as in vllm-gaudi: with one query per row,
+and with contiguous KV that is not copied, which vllm-gaudi uses without a prefix cache. The same constants predict
+figures that Intel published. No card is needed: nothing was measured here, and nothing was fitted to the figures.
 
 Examples:
   gaudi-spec estimate
@@ -91,7 +91,7 @@ class Way:
     """Number of blocks per matmul, or None to use `attention.flat.choose_group`."""
     score_bytes: int
     flattens: bool = False
-    """Whether each query is a separate row, so that its KV is read again."""
+    """Whether each query is a separate row. If so, the KV of a request is read once per query."""
     copies: bool = True
     """Whether blocks are gathered rather than read in place."""
 

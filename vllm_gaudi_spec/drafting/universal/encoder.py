@@ -1,4 +1,4 @@
-"""Incremental encoding, so that a growing text is not encoded from its start each time."""
+"""Encodes a growing text incrementally instead of from its start each time."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Encoder:
 
 
 def _splice(encoded: Encoded, old: int, window: Encoded, new: int) -> int:
-    """Replace all tokens from index `old` on with the tokens of the window from index `new` on."""
+    """Replace the tokens that start at index `old` with the window's tokens that start at index `new`."""
     fresh = window.ids[new:]
     same = old + count_common_prefix(encoded.ids[old:], fresh)
     encoded.ids[old:] = fresh

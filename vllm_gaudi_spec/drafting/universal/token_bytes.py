@@ -11,7 +11,7 @@ The tokenizer's own decoder defines how a token is spelled. The name of the mode
   only the character if the decoder removes the space (for example, before a comma).
 - tiktoken and mistral-common (Tekken): the tokenizer objects return the bytes of each token.
 Slow tokenizers that wrap a SentencePiece model are read in the same way as fast ones. Other slow tokenizers are
-  rejected, because they do not define how tokens are spelled.
+rejected, because they do not define how tokens are spelled.
 
 Added tokens represent their literal text. Special tokens have roles and names but do not represent text.
 """
@@ -74,7 +74,7 @@ class Vocabulary:
     special_names: dict[int, str]
     roles: Roles
     leading_space: bool
-    """Whether the tokenizer adds a leading space to a text, so that the tokens represent one additional byte."""
+    """Whether the tokenizer adds a leading space to a text. If so, the tokens represent one additional byte."""
 
 
 def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> ModelTokenizer:

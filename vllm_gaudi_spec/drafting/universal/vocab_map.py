@@ -1,7 +1,7 @@
 """Matching between the tokens of a drafter and the tokens of its target.
 
-Two tokens match if they represent the same bytes. Special tokens do not represent text. They match if both models give
-them the same name (such as `<|im_start|>`), unless their roles conflict. The remaining special tokens match by role:
+Two tokens match if they represent the same bytes. Special tokens, which do not represent text, match if both models
+give them the same name (such as `<|im_start|>`), unless their roles conflict. All other special tokens match by role:
 first end of turn with end of turn and end of text with end of text, then any other end tokens with each other; bos with
 bos, pad with pad, and unk with unk. Names are compared first so that a tokenizer matches itself ID by ID even if the
 configurations of the two models specify different end tokens.

@@ -42,7 +42,7 @@ class Extension:
         """Use the results of a batch's forward pass before the next forward pass overwrites them."""
 
     def after_forwards(self, scheduled: SpecSchedulerOutput) -> None:
-        """Handle the end of all forward passes in a step."""
+        """Run once after the last forward pass of a step."""
 
     def add_to_result(self, step: StepResult) -> None:
         """Add results other than sampled tokens to a step's report. The tensors in `step` are still on the device."""

@@ -40,7 +40,7 @@ class Adapters(Extension):
     def apply(self, scheduled: SpecSchedulerOutput, requests: Requests) -> None:
         """Load adapters that a step needs, and update the slots of the rows in the step.
 
-        Rows that are not part of the step keep their slots. A slot may contain another adapter than in the previous
+        Rows that are not part of the step keep their slots. A slot may contain a different adapter than in the previous
         step, either because another request needs it or because the user has loaded it.
         """
         admitted = [request.lora for request in requests.admitted if request.lora is not None]

@@ -1,6 +1,6 @@
 """Image, video, and audio encoders on devices that capture steps. Each item is padded to one of a few sizes.
 
-The sizes depend on the class of the model (`FORMS`). The graph for a larger item is captured while serving.
+The sizes depend on the class of the model (`FORMS`). If an item exceeds all sizes, its graph is captured while serving.
 
 N: rows of an encoder's output, one per token in the prompt. P: patches.
 """
@@ -26,7 +26,7 @@ IMAGE, VIDEO = "image", "video"
 """Names of modalities in vLLM."""
 _PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
 _SMALLEST = 64
-"""Number of tokens in a 224 x 224 image, which is the smallest size for which vLLM captures encoder CUDA graphs."""
+"""Number of tokens in a 224 x 224 image, the smallest for which vLLM captures encoder CUDA graphs."""
 
 
 class Item(NamedTuple):
@@ -62,7 +62,7 @@ class WholeItems:
         """Maps each modality to the sizes that warm-up captures. Only encoders with padded inputs use this field."""
 
     def _fit(self, modality: str, size: int) -> int:
-        """Return a listed size, or the largest one times a power of two, which is captured while serving."""
+        """Return the smallest listed size that fits or, if none does, the largest one times a power of two."""
         fitting = next((listed for listed in self._sizes[modality] if listed >= size), self._sizes[modality][-1])
         while fitting < size:
             fitting *= 2
@@ -81,7 +81,7 @@ class WholeItems:
         return Encoding(item.modality, item.num_rows, _take_inputs(item))
 
     def run(self, modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return encoded rows, [N, H]. Runs inside a graph, so it must not read tensor values on the host."""
+        """Return encoded rows, [N, H]. This runs inside a graph, so it must not read tensor values on the host."""
         outputs = [output.flatten(0, -2) for output in self._model.embed_multimodal(**inputs)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -89,7 +89,7 @@ class WholeItems:
 class Tiles(WholeItems):
     """Encoders that split an image into tiles of equal size and encode each tile separately.
 
-    Inputs are padded with tiles. A video frame is one tile, so that images and videos share a list of sizes.
+    Inputs are padded with tiles. A video frame is one tile, so images and videos share a list of sizes.
     """
 
     def list_encodings(self, largest: Item) -> Iterator[Encoding]:
@@ -307,7 +307,7 @@ def _with_rows(tensor: torch.Tensor, num_rows: int, fill: int = 0) -> torch.Tens
 
 
 def _copy_on_host(module: nn.Module) -> nn.Module:
-    """Return a copy of the module whose tensors are separate and in host memory. Everything else is shared."""
+    """Return a copy of the module with its own tensors in host memory. Everything else is shared."""
     made = copy.copy(module)
     for kind in ("_parameters", "_buffers"):
         tensors: dict[str, Any] = getattr(module, kind)

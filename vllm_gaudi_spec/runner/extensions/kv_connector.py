@@ -47,9 +47,9 @@ class KVConnector(Extension):
     ) -> KVConnector | None:
         """Return the extension, or None if this process has no connector.
 
-        The KV of a draft model is not transferred, because the model can read the loaded prompt itself, so a draft
-        model may be used on only one side. A head cannot, because the prompt's hidden states are on the other side.
-        Offloading copies all layers of a block.
+        A draft model's KV is not transferred. The model can read the loaded prompt itself, so it may be used on only
+        one side. A head's KV is transferred, because a head would also need the prompt's hidden states, which are on
+        the other side. Offloading copies all layers of a block.
         """
         if not has_kv_transfer_group():
             return None

@@ -158,7 +158,7 @@ class Multimodal(Extension):
     def _make_captured_inputs(self, store: MediaStore, batch: Batch) -> MultimodalInputs:
         """Return inputs with the same shapes and dtypes for every batch of prompt chunks.
 
-        A graph for text alone would also be compiled and would save only the selection between two rows per token.
+        A separate graph for text alone would have to be compiled and would save only one selection per token.
         """
         return MultimodalInputs(
             rows_T=store.find_rows(batch, self._cache.mm_features),

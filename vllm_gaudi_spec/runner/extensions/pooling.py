@@ -106,7 +106,7 @@ class Pooling(Extension):
 
     def _gather_states(self, batch: Batch) -> torch.Tensor:
         """Return the hidden states of the real tokens in the batch, [T, H]."""
-        if batch.shape.phase == DECODE:  # prompts of which only one token is left
+        if batch.shape.phase == DECODE:  # these prompts have only one token left
             return self._hidden_states.take(batch.inputs.split().rows_B, 1).hidden_NH[: len(batch.requests)]
         begins = range(0, batch.shape.tokens, batch.shape.queries)
         parts = [self._hidden_states.chunk_TH.narrow(0, *part) for part in zip(begins, batch.counts, strict=False)]

@@ -57,7 +57,7 @@ class PromptLogprobs(Extension):
         ends = dict(zip(batch.requests, batch.ends, strict=True))
         for index, request in enumerate(batch.requests):
             if index and batch.requests[index - 1] is request:
-                continue  # a slice whose hidden states follow those of the previous slice
+                continue  # this slice was scored together with the previous one
             num_requested = request.params.prompt_logprobs
             # After a preemption, output tokens are also prefilled, but the user already has the scores of the prompt.
             if num_requested is None or len(request.all_token_ids) > request.num_prompt:

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 
 ENOUGH_S = 60.0
-"""Number of seconds after which no further turn starts, so that a slow machine runs fewer turns."""
+"""Number of seconds after which no further turn starts. A slow machine therefore runs fewer turns."""
 SHARE_FOR_KV = 0.9
-"""Fraction of the free memory, which is also vLLM's default for --gpu-memory-utilization."""
+"""Fraction of the free memory to use. It equals vLLM's default for --gpu-memory-utilization."""
 
 
 class TaskFailed(Exception):

@@ -36,7 +36,7 @@ class Task:
     parallel_drafting: bool = False
     """Whether the draft model generates all drafts in one forward pass."""
     remembers_answers: bool = False
-    """Whether the method uses the tokens of finished requests, so that a second turn would give different results."""
+    """Whether the method uses the tokens of finished requests. If so, a second turn would give different results."""
     demo_drafter: str | None = None
     """The folder with the demo's drafter, under demo/."""
     demo_target: str | None = None
@@ -129,12 +129,13 @@ def list_tasks(options: argparse.Namespace) -> list[str]:
 DESCRIPTION = """\
 Several tasks are compared in one table with the baseline (no speculation). `compare` stands for baseline, ngram,
 draft_model and universal_draft, a draft model with another vocabulary.
-On the CPU, the engines run side by side and take turns, prompt by prompt, so that a slow minute of the machine slows
-all of them. They run one after the other on a card, when memory is too small, and with --do-profile; the table says so.
+On the CPU, the engines run side by side and take turns, prompt by prompt, so a slow minute of the machine slows all of
+them. On a card, when memory is short, and with --do-profile, they run one after the other; the table says so.
 
-Without --model, the target is the demo model, and --draft may be left out: its drafters come with this package. For
-eagle3, peagle, dflash, medusa and mtp, the demo has a tiny model with poor texts but high acceptance. With your own
-model and no --draft, `compare` leaves out the methods that need one; mtp drafts with the model itself.
+Without --model, the target is the demo model, and --draft may be left out, because the demo model's drafters come with
+this package. For eagle3, peagle, dflash, medusa and mtp, the demo uses a tiny model, whose texts are poor but whose
+acceptance is high. With your own model and no --draft, `compare` leaves out the methods that need a drafter; mtp drafts
+with the model itself.
 
 The drafters of the demo model were trained on the fixed prompts, so their acceptance rate is lower on your own
 --prompts.

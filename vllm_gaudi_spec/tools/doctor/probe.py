@@ -1,4 +1,4 @@
-"""Checks that import torch and vLLM in stages, in a separate process, so that a crash is reported as a finding.
+"""Imports torch and vLLM in stages, in a separate process whose crash is reported as a finding.
 
 Usage: python -m vllm_gaudi_spec.tools.doctor.probe OPTIONS.json ANSWERS
 """
@@ -19,7 +19,7 @@ from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.tools.doctor.findings import Finding, note, ok, problem
 
 SECONDS = 300
-# The device follows the pair, as in `vllm serve`, because an emulated card changes which libraries are found.
+# The device comes after torch and vLLM, as in `vllm serve`, because an emulated card changes which libraries are found.
 _STAGES = {
     "torch": "install torch's build for this machine again (`make setup`), or use the vendor's image",
     "vLLM": "install vLLM again (`make setup`), or use the vendor's image",

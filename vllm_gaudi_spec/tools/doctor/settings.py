@@ -1,4 +1,4 @@
-"""Checks of installed versions, plugins, and environment variables, which do not import the packages."""
+"""Checks installed versions, plugins, and environment variables, without importing any of the packages."""
 
 from __future__ import annotations
 

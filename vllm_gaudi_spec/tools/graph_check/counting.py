@@ -1,4 +1,4 @@
-"""Figures for graph-check, which are computed from the worker's reports, compared with limits, and printed."""
+"""Computes the figures of graph-check from the worker's reports, compares them with limits, and prints them."""
 
 from __future__ import annotations
 

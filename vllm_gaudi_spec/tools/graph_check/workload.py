@@ -1,4 +1,4 @@
-"""The workload for graph-check. A seed results in the same workload on any device."""
+"""The workload for graph-check. A given seed produces the same workload on any device."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _draw_kinds(count: int, rng: random.Random) -> list[dict[str, Any]]:
 
 
 def _draw_arrivals(count: int, rng: random.Random, max_num_seqs: int) -> list[int]:
-    """Return arrival steps in waves, some of which are larger than the batch, with pauses in which the batch drains."""
+    """Return arrival steps in waves, some larger than the batch, separated by pauses in which the batch drains."""
     arrivals: list[int] = []
     tick = 0
     while len(arrivals) < count:

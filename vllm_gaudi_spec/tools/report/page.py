@@ -1,6 +1,6 @@
 """The report page, which shows the figures and texts of runs in one HTML file without scripts or external resources.
 
-The content security policy forbids them. Texts come from models, so the template escapes them.
+The page's content security policy forbids both. Texts come from models, so the template escapes them.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _describe_task(name: str, task: dict[str, Any], tasks: dict[str, Any], faste
         "ratio": 1.0 if name == BASELINE and len(tasks) > 1 else speedup["ratio"] if speedup else None,
         "acceptance_length": compute_acceptance_length(task),
         "same_text": ", ".join(f"{number} {kind}" for kind, number in matches.items() if number) if matches else "",
-        # For each position 0, 1, ... k, the acceptance rate and the number of steps that accepted that many drafts.
+        # The acceptance rate at each position 0, 1, ... k, and the number of steps that accepted that many drafts.
         "positions": [
             (number, _percent(rate, num_steps) if number else None, steps, _percent(steps, num_steps))
             for number, (rate, steps) in enumerate(zip([0, *task["acc_counts"]], task["accepted_lengths"], strict=True))
