@@ -8,7 +8,7 @@ ours, plain and with n-gram drafts, with counts in .verify/vendor/vllm-gaudi.md.
 optimum-habana, with HPU graphs and a static cache. Nothing of a checkout is changed: a copy is installed. Each has an
 environment of its own under .venv, made on first use. Exit status: 1 when a test fails that is not in
 tests/vendor/known.py, or one of those there passes; when texts of ours or of optimum-habana's are not transformers';
-when our worker has more than twice the graphs of vllm-gaudi's, more compiled programs, more launches a step or more
+when our worker has more than 1.7 times the graphs of vllm-gaudi's, more compiled programs, more launches a step or more
 bytes.
 """
 
