@@ -5,6 +5,7 @@ This module breaks if vLLM numbers blocks differently or transfers KV at a diffe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -40,11 +41,15 @@ class _HostOffloadingWorker(OffloadingWorker):
 
     def _copy(self, job_id: int, sizes: Sequence[int], *ends: tuple[list[torch.Tensor], BlockIDsLoadStoreSpec]) -> bool:
         (sources, _), (targets, _) = ends
+        started, num_bytes = time.perf_counter(), 0
         blocks = [torch.from_numpy(spec.block_ids).split(list(sizes)) for _, spec in ends]
         for group, reads, writes in zip(self._groups, *blocks, strict=True):
             for index in group:
-                targets[index][writes] = sources[index][reads].to(targets[index].device)
-        self._finished.append(TransferResult(job_id, success=True))
+                copied = sources[index][reads]
+                targets[index][writes] = copied.to(targets[index].device)
+                num_bytes += copied.nbytes
+        seconds = time.perf_counter() - started
+        self._finished.append(TransferResult(job_id, success=True, transfer_size=num_bytes, transfer_time=seconds))
         return True
 
     def get_finished(self) -> list[TransferResult]:

@@ -35,7 +35,11 @@ def test_blocks_of_each_group_return_to_the_blocks_that_are_named() -> None:
         page.zero_()
     loaded = GPULoadStoreSpec([5, 6, 3], group_sizes=(2, 1), block_indices=(0, 0))
     assert worker.submit_load(11, CPULoadStoreSpec([4, 0, 3]), loaded)
-    assert [(one.job_id, one.success) for one in worker.get_finished()] == [(10, True), (11, True)]
+    finished = worker.get_finished()
+    assert [(one.job_id, one.success) for one in finished] == [(10, True), (11, True)]
+    # vLLM's metrics of offloading count these. The first two pages have two blocks of 6 bytes, and the third one of 4.
+    assert [one.transfer_size for one in finished] == [28, 28]
+    assert all(0 < one.transfer_time < 10 for one in finished)
     assert not worker.get_finished()
     for page, old, blocks in zip(pages, before, ([(1, 5), (2, 6)], [(1, 5), (2, 6)], [(7, 3)]), strict=True):
         for source, target in blocks:
