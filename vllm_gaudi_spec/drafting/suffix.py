@@ -235,7 +235,7 @@ class Text:
     def _find_matches(self, index: int, pattern: list[int], longest: int, limit: int) -> list[Match]:
         """Return occurrences of at least the last `size` tokens of the pattern, newest first.
 
-        Equal occurrences are merged.
+        Occurrences with the same surrounding tokens are merged into one match with a count.
         """
         size, earlier, heads, depth = self._sizes[index], self._earlier[index], self._heads[index], self._depth
         position = heads[hash(tuple(pattern[-size:])) & (len(heads) - 1)]

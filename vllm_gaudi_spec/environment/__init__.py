@@ -385,8 +385,8 @@ def hccl_expands_on_vector_cores() -> bool:
 def torch_npu_folder() -> Path:
     """Return the folder with Huawei's torch_npu for the emulated NPU.
 
-    The folder is separate from other packages, except on a machine with an NPU: `import torch` loads an installed
-    torch_npu, which fails if CANN is missing.
+    The folder is separate from other packages, because `import torch` loads an installed torch_npu and fails without
+    CANN. On a machine with an NPU, the installed package is used.
     """
     if TORCH_NPU.value:
         return Path(TORCH_NPU.value).absolute()

@@ -18,8 +18,8 @@ _V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 def allow_mixed_windows() -> Iterator[None]:
     """Allow drafters that mix layers with and without a sliding window.
 
-    Reason: upstream supports such drafters only in its second model runner, because its first one has only one KV cache
-    group per drafter. Our runner supports several groups.
+    Reason: upstream supports such drafters only in its V2 model runner, because the V1 model runner allows only one KV
+    cache group per drafter. Our runner supports several groups.
     Remove when: `_resolve_layer_attention` asks the platform whether it supports several groups.
     """
     before = envs.__dict__.get(_V2_RUNNER)

@@ -235,8 +235,8 @@ _LOUDEST = 1000.0
 def answer_bad_media(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """Respond with status 400 to images, videos, and audio that cannot be decoded.
 
-    Also reject empty videos and audio, and audio samples that are not finite or so large that hidden states would not
-    be finite.
+    Also reject empty videos, empty audio, and audio with samples that are not finite or are so large that hidden states
+    would overflow.
     Reason: upstream responds with status 400 only to a ValueError, and with 500 to all other errors. For an image with
     more than twice its MAX_IMAGE_PIXELS, Pillow raises another error before upstream checks its own limit
     (VLLM_MAX_IMAGE_PIXELS). libsndfile raises its own error for a damaged header. Qwen's loader divides by zero for a

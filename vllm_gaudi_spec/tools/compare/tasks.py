@@ -40,7 +40,7 @@ class Task:
     demo_drafter: str | None = None
     """The folder with the demo's drafter, under demo/."""
     demo_target: str | None = None
-    """The folder with the demo's target under demo/, unless it is the demo model."""
+    """The folder under demo/ that contains the demo's target, or None if the target is the demo model."""
     demo_drafts: int | None = None
     """Maximum number of drafts that the demo's drafter supports, if it has a limit."""
 

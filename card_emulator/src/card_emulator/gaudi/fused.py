@@ -154,7 +154,8 @@ def _spelt_out(
     """Compute attention step by step.
 
     If `is_fast` is set, exponentials are computed in bfloat16, which changes the output of some models (vllm-gaudi,
-    features.py, fp32_softmax). `sinks` contains an additional score for each head, which has no value.
+    features.py, fp32_softmax). `sinks` contains one additional attention score per head, with no
+    corresponding value vector.
     """
     k, v = (part.repeat_interleave(q.shape[-3] // part.shape[-3], -3) for part in (k, v))
     scores = (q @ k.transpose(-1, -2)) * scale
