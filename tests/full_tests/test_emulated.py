@@ -96,8 +96,7 @@ def test_every_number_of_drafts_is_lossless(
         programs_are_the_manifest(llm, before)
         decodes = [signature for signature in signatures(llm) if signature[0] == "decode"]
         assert {signature[2] for signature in decodes} == {1, 2, 3, 5}
-        in_place = [signature for signature in decodes if signature[4]]
-        assert len(in_place) > len(decodes) / 2
+        assert {signature[1] for signature in decodes if signature[4]} == {1, 2}, "rows whose KV is read in place"
         Reference(alone.answers[:16], alone.scores).check(few, run_together(llm, few), only_greedy=True)
         assert accepted(llm) > 0.4 * counter(llm, "vllm:spec_decode_num_draft_tokens") > 20
         reads_once(llm)
