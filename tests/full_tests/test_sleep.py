@@ -258,7 +258,7 @@ def test_new_weights_and_sleep_under_load(pair: tuple[Models, Models], tmp_path:
     options += ["--speculative-config", json.dumps(old.options()["speculative_config"] | coupled)]
     sizes: list[int] = []
     counts: list[np.ndarray] = []
-    # By default, oneDNN keeps up to 1,024 compiled kernels, which would hide whether anything else grows.
+    # oneDNN keeps up to 1,024 compiled kernels by default, which would hide whether anything else grows.
     environment = {"VLLM_SERVER_DEV_MODE": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
     with Server(old.target, tmp_path / "log", *options, environment=environment) as server:
         load = Load(server)

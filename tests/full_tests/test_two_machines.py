@@ -194,7 +194,7 @@ def test_machine_that_dies_fails_requests_and_a_restart_serves(cluster: Cluster,
 
     ended, seconds = strike(cluster, die, patience=NOTICED_SECONDS)
     failed = [answer for answer in ended if not answer.finished]
-    # With two CPUs, a machine has room for a whole engine, so the first machine's requests may finish.
+    # A machine with two CPUs has room for a whole engine, so the first machine's requests may finish.
     assert len(failed) == len(ended) or (failed and cluster.num_cpus == 2)
     lost = [answer for answer in failed if answer.status != 500 and '"error"' not in answer.text]
     code = server.process.wait(timeout=60)

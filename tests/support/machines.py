@@ -23,7 +23,7 @@ exec sleep infinity
 def _ip(*arguments: str) -> None:
     done = subprocess.run(["ip", *arguments], check=False, capture_output=True, text=True)
     if done.returncode:
-        # What an earlier run left behind is a failure, not a lack of permission.
+        # Leftovers of an earlier run are a failure, not a lack of permission.
         error = RuntimeError if "File exists" in done.stderr else OSError
         raise error(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 

@@ -181,7 +181,7 @@ class CompiledFunction:
         return self._sharing_outside(tensors) == self._sharing
 
     def _sharing_outside(self, tensors: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
-        """For each tensor, return the index of the non-argument tensor that shares its memory, or None.
+        """Return, for each tensor, the index of the non-argument tensor that shares its memory, or None.
 
         The current storages are compared, because sleep mode may have replaced those from compilation.
         """
